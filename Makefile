@@ -1,0 +1,49 @@
+# Everything runs in .venv, which `make setup` makes from the locks. Two commands do all: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+SEED ?= 0
+MODEL ?= tiny
+
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: setup demo test check bench soak ci lock clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "UniMesh needs Python 3.11 or newer; set PYTHON=" && exit 1)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --no-deps -r requirements/torch.txt
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/unimesh demo --seed $(SEED) --model $(MODEL)
+
+test: setup
+	$(BIN)/python -m pytest tests -m "not soak"
+
+soak: setup
+	$(BIN)/python -m pytest tests -m soak --timeout 3600
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks.codec
+	$(BIN)/python -m benchmarks.mesh
+
+ci: check test
+
+lock:
+	uv pip compile requirements/dev.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/dev.txt
+	uv pip compile requirements/runtime.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/runtime.txt -c requirements/dev.txt
+
+clean:
+	rm -rf .venv .venv-bench build .unimesh

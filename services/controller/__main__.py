@@ -1,0 +1,36 @@
+"""`python -m services.controller`: the HTTP API and the threads that run jobs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from shared.agent.process import guard_parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080)
+    args = parser.parse_args()
+    guard_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+    import uvicorn
+
+    from services.controller.api.app import make_app
+    from services.controller.mesh import Mesh
+    from shared.config.settings import from_environment
+    from shared.wire.client import RedisUnfit, check_server, connect
+
+    settings = from_environment()
+    try:
+        check_server(connect(settings.redis_url))
+    except RedisUnfit as error:
+        raise SystemExit(str(error)) from error
+    app = make_app(settings, lambda: Mesh(lambda: connect(settings.redis_url), settings))
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=5)
+
+
+if __name__ == "__main__":
+    main()

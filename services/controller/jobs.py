@@ -1,0 +1,173 @@
+"""The job store: a submission is checked in full before anything is written, and written in one step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from services.controller import lifecycles
+from services.controller.data.intake import BadPrompt, Intake
+from services.controller.data.order import DataOrder
+from services.controller.data.sources import Source, open_source
+from services.controller.lifecycles.state import Plan
+from shared.config.problems import BadInput, Problem, bad
+from shared.config.sections import Component, Recipe
+from shared.config.settings import Settings
+from shared.types.params import ARSamplingParams
+from shared.weights.locate import ModelFiles, locate
+from shared.wire.codec import pack, unpack
+from shared.wire.keys import JOBS, NUDGE, JobKeys, idempotency
+
+CHECKED_RECORDS = 256
+"""Prompts tokenized before a job is accepted; the rest is checked when it is drawn."""
+
+
+class JobDoc(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job is. Never changes."""
+
+    id: str
+    created: float
+    recipe: dict[str, Any]
+    """Plain document, defaults filled in."""
+    plan: Plan
+    files: str
+    """Folder of config and tokenizer."""
+    weights: str | None
+    """Folder of the weights version that it starts from; None: they stand in `files`."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A source, its order, and the tokenizer in front of it."""
+
+    source: Source
+    order: DataOrder
+    intake: Intake
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as its runner holds it: the document and the open sources."""
+
+    doc: JobDoc
+    recipe: Any
+    train: DataSet
+    eval: DataSet | None
+    params: ARSamplingParams | None
+    eval_params: ARSamplingParams | None
+
+    @property
+    def keys(self) -> JobKeys:
+        return JobKeys(self.doc.id)
+
+
+def prepare(document: Any, settings: Settings) -> Job:
+    """Checks everything that can be checked without a GPU: names, values, files, data, prompts. BadInput otherwise."""
+    recipe, plan = lifecycles.parse(document)
+    if plan.domain not in lifecycles.RUNNABLE:
+        raise bad("domain", plan.domain, "its engines are not there yet", ", ".join(lifecycles.RUNNABLE))
+    files = locate(recipe.model, settings)
+    doc = JobDoc(
+        id=uuid4().hex[:12],
+        created=time.time(),
+        recipe=recipe.model_dump(mode="json"),
+        plan=plan,
+        files=str(files.files),
+        weights=str(files.weights) if files.weights else None,
+    )
+    job = open_job(doc, settings)
+    warnings = tuple(_warnings(plan, job))
+    return Job(
+        msgspec.structs.replace(doc, warnings=warnings), job.recipe, job.train, job.eval, job.params, job.eval_params
+    )
+
+
+def open_job(doc: JobDoc, settings: Settings) -> Job:
+    """The job's sources and tokenizers."""
+    recipe, plan = lifecycles.parse(doc.recipe)
+    files = ModelFiles(Path(doc.files), Path(doc.weights) if doc.weights else None)
+    most = recipe.rollout.sampling.max_new_tokens if plan.route else 1
+    intake = Intake(files.files, recipe.data, most)
+    train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)
+    params = eval_params = None
+    held_out = None
+    if plan.route:
+        params = ARSamplingParams(
+            **recipe.rollout.sampling.model_dump(), seed=recipe.seed, stop_token_ids=intake.stop_tokens
+        )
+        eval_params = msgspec.structs.replace(params, temperature=0.0)
+        if recipe.eval is not None:
+            held_out = _data_set(recipe, recipe.eval.source, "eval.source", intake, settings, shuffle=False)
+            if recipe.eval.sampling is not None:
+                eval_params = ARSamplingParams(
+                    **recipe.eval.sampling.model_dump(), seed=recipe.seed, stop_token_ids=intake.stop_tokens
+                )
+            if held_out.source.size is not None and recipe.eval.size > held_out.source.size:
+                legal = f"at most {held_out.source.size}"
+                raise bad("eval.size", recipe.eval.size, "more prompts than the source has", legal)
+    size = train.source.size
+    if size is not None and plan.batch_size > size:
+        raise bad("data.batch_size", plan.batch_size, "larger than the data", f"1 to {size}")
+    return Job(doc, recipe, train, held_out, params, eval_params)
+
+
+def _data_set(
+    recipe: Recipe, component: Component, at: str, intake: Intake, settings: Settings, shuffle: bool | None = None
+) -> DataSet:
+    source = open_source(component, settings, at)
+    order = DataOrder(component.name, source.size, source.shuffle if shuffle is None else shuffle, recipe.seed)
+    _check_records(source, intake, at, targets=recipe.domain == "sft")
+    return DataSet(source, order, intake)
+
+
+def _check_records(source: Source, intake: Intake, at: str, targets: bool) -> None:
+    """BadInput for the first prompts that cannot be used, each named."""
+    problems: list[Problem] = []
+    for row in range(min(source.size or 16, CHECKED_RECORDS)):
+        try:
+            record = source.get(row)
+            intake.prompt(record)
+            if targets:
+                intake.target(record)
+        except BadPrompt as error:
+            legal = f"1 to {intake.limit} tokens" if intake.limit else "at least 1 token"
+            problems.append(Problem(field=f"{at} record {row + 1}", message=str(error), legal=legal))
+    if problems:
+        raise BadInput(problems[:10])
+
+
+def _warnings(plan: Plan, job: Job) -> list[str]:
+    found = []
+    if plan.route and plan.group_size == 1 and job.recipe.algorithm.advantage.scope == "group":
+        found.append("rollout.group_size is 1: a group baseline makes every advantage 0, so nothing is learned")
+    size = job.train.source.size
+    if size is not None and plan.steps * plan.batch_size > size:
+        found.append(f"{plan.steps} steps of {plan.batch_size} draw {plan.steps * plan.batch_size / size:.1f} epochs")
+    return found
+
+
+def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
+    """Writes a prepared job; the id of an earlier submission with the same key wins."""
+    doc, keys = job.doc, job.keys
+    if idempotency_key is not None and not client.set(idempotency(idempotency_key), doc.id, nx=True, ex=86400):
+        return str(client.get(idempotency(idempotency_key)).decode())
+    route = ",".join(doc.plan.route)
+    summary = {"name": doc.recipe["name"], "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps}
+    with client.pipeline(transaction=True) as pipe:
+        pipe.set(keys.doc, pack(doc))
+        pipe.hset(keys.meta, mapping={"incarnation": 1, "route:train": route, "route:eval": route})
+        pipe.execute()
+    client.hset(JOBS, doc.id, pack(summary))
+    client.publish(NUDGE, "job")
+    return doc.id
+
+
+def load_doc(client: Any, job: str) -> JobDoc | None:
+    packed = client.get(JobKeys(job).doc)
+    return None if packed is None else unpack(packed, JobDoc)

@@ -1,0 +1,42 @@
+"""How many groups may be issued now, computed from durable state alone (design section 4)."""
+
+from __future__ import annotations
+
+from services.controller.lifecycles.state import Group, Plan, Root
+
+
+def can_start(plan: Plan, root: Root) -> bool:
+    """The trainer is up and, if anything is rolled out, the first version of every track is in the store."""
+    return root.trainer_up and (not plan.route or all(track in root.published for track in plan.tracks))
+
+
+def batches_since_sync(root: Root) -> int:
+    """Batches with at least one update since the newest version that rollouts can take."""
+    return len(root.unsynced)
+
+
+def launch(plan: Plan, root: Root) -> int:
+    """Groups to issue now."""
+    if root.paused:
+        return 0
+    left = plan.steps - root.batches
+    freshness = max(0, plan.max_staleness - batches_since_sync(root) + 1) if plan.route else left
+    allowed = min(freshness, left) * plan.batch_size
+    return max(0, min(plan.max_inflight, allowed) - root.outstanding)
+
+
+def fresh(plan: Plan, root: Root, group: Group) -> bool:
+    """The hard per-sample bound: `current - oldest version in the group ≤ max_staleness × updates per batch`, per track."""
+    bound = plan.max_staleness * plan.updates_per_batch
+    for head in group.slices or ():
+        for part in head.parts:
+            if part.versions and root.current.get(part.track, 0) - min(part.versions) > bound:
+                return False
+    return True
+
+
+def publish_due(plan: Plan, root: Root, last: bool) -> bool:
+    """Whether the batch being formed is followed by a publish."""
+    if plan.publish_at_end_only:
+        return last
+    return last or batches_since_sync(root) + 1 >= plan.sync_interval

@@ -1,0 +1,337 @@
+"""The pure state machine of every domain: `(state, events) -> (state, commands)`. No I/O; time comes in with the tick.
+
+Domains differ in their plan only: the route, the branches, the tracks, the staleness budget. Whatever is decided here can be
+computed again from durable state, so any controller may die anywhere and another goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from services.controller.lifecycles import admission, evaluation
+from services.controller.lifecycles.state import (
+    ENDED,
+    Append,
+    BadRecord,
+    Close,
+    Command,
+    Covered,
+    Event,
+    Group,
+    Issue,
+    Note,
+    Plan,
+    Record,
+    Restore,
+    Root,
+    State,
+    Stepped,
+    Tick,
+)
+from services.controller.scoring import batch_stats, scored
+from shared.types.ids import group_id
+from shared.wire.envelope import Completed, Dead, Failure, Need, Operator, Published, RolledBack, Saved, Started, Trained
+
+RootOf = Callable[[int], str]
+"""Root id of a draw number: a pure function of the data order."""
+
+
+def advance(
+    plan: Plan, state: State, events: Sequence[Event], tick: Tick, nonce: str, root_of: RootOf
+) -> tuple[State, list[Command]]:
+    """Applies the events in order, then does whatever has become due.
+
+    Args:
+        nonce: a fresh random text; ids of log records derive from it, so that two histories never share one.
+    """
+    step = Transition(plan, state, tick.now, nonce, root_of)
+    for event in events:
+        step.apply(event)
+    step.settle()
+    return State(step.root, step.groups), step.commands
+
+
+class Transition:
+    """One fold: a private copy of the state and the commands collected so far."""
+
+    def __init__(self, plan: Plan, state: State, now: float, nonce: str, root_of: RootOf) -> None:
+        self.plan, self.root, self.groups = plan, state.root, dict(state.groups)
+        self.now, self.nonce, self.root_of = now, nonce, root_of
+        self.commands: list[Command] = []
+        self.wants_checkpoint = False
+
+    def set(self, **changes: Any) -> None:
+        self.root = msgspec.structs.replace(self.root, **changes)
+
+    def apply(self, event: Event) -> None:
+        if self.root.phase in ENDED:
+            return
+        match event:
+            case Completed():
+                self.completed(event)
+            case Dead() | BadRecord():
+                self.died(event.gid, event.error)
+            case Trained():
+                self.trained(event)
+            case Published():
+                self.published(event.track, event.version)
+            case Saved():
+                self.saved(event.seq)
+            case Started():
+                self.started(event)
+            case Failure():
+                self.failure(event)
+            case RolledBack():
+                self.commands.append(Restore(event.detail))
+            case Operator():
+                self.operator(event)
+
+    # rollout side ---------------------------------------------------------------------------------------------------------
+
+    def completed(self, event: Completed) -> None:
+        group = self.groups.get(event.gid)
+        if group is None or group.slices is not None:
+            return
+        ready = scored(self.plan, group, event, self.now, self.root.completed)
+        self.set(completed=self.root.completed + 1)
+        if group.kind == "eval":
+            evaluation.collect(self, ready)
+            return
+        self.groups[group.gid] = ready
+        finite = sum(map(math.isfinite, ready.rewards))
+        if finite == len(ready.rewards):
+            return
+        if self.plan.on_failed == "abort":
+            self.end("failed", f"scoring failed for {len(ready.rewards) - finite} samples of {group.gid} (on_failed: abort)")
+        elif self.plan.on_failed == "drop_group" or finite < min(2, len(ready.rewards)):
+            self.drop(ready, "unscored")
+
+    def died(self, gid: str, error: str) -> None:
+        group = self.groups.get(gid)
+        if group is None:
+            return
+        self.commands.append(Note("warning", f"{gid} is dead: {error}"))
+        if group.kind == "eval":
+            evaluation.failed(self, group)
+            return
+        self.close([group], in_flight=True)
+        self.set(dead=self.root.dead + 1, dead_draws=(*self.root.dead_draws, group.draw))
+
+    def drop(self, group: Group, reason: str) -> None:
+        """The prompt is issued again; its last issue ends as dead, not as dropped."""
+        self.close([group], in_flight=group.slices is None)
+        if group.issue >= self.plan.max_reissues:
+            self.commands.append(Note("warning", f"{group.gid} is dead: {reason} at its last issue"))
+            self.set(dead=self.root.dead + 1, dead_draws=(*self.root.dead_draws, group.draw))
+            return
+        counts = self.root.dropped | {reason: self.root.dropped.get(reason, 0) + 1}
+        self.set(dropped=counts, again=(*self.root.again, (group.draw, group.issue + 1)))
+
+    def close(self, groups: Sequence[Group], in_flight: bool) -> None:
+        for group in groups:
+            del self.groups[group.gid]
+        if groups:
+            self.commands.append(Close(tuple(g.gid for g in groups), in_flight))
+
+    # trainer side ---------------------------------------------------------------------------------------------------------
+
+    def started(self, event: Started) -> None:
+        current = self.root.current or event.versions
+        self.set(trainer_up=True, current=dict(current))
+        self.commands.append(Note("info", f"trainer is up: {event.world_size} ranks, log applied to {event.applied_seq}"))
+        for track, version in event.published.items():
+            self.published(track, version)
+
+    def trained(self, event: Trained) -> None:
+        record = next((r for r in self.root.records if r.seq == event.seq), None)
+        if record is None:
+            if event.seq > self.root.seq:
+                self.commands.append(Restore(f"the trainer applied record {event.seq}, the log ends at {self.root.seq}"))
+            return
+        if record.id != event.id or record.kind != "train":
+            self.commands.append(Restore(f"record {event.seq} is {record.id}, the trainer applied {event.id}"))
+            return
+        batch = self.root.batches + 1
+        updated = any(event.updates.values())
+        unsynced = (*self.root.unsynced, (batch, event.versions[self.plan.tracks[0]])) if updated else self.root.unsynced
+        self.set(
+            records=tuple(r for r in self.root.records if r is not record),
+            batches=batch,
+            trained=self.root.trained + len(record.gids),
+            current=dict(event.versions),
+            unsynced=unsynced,
+            changed_at=self.now,
+        )
+        self.commands.append(Stepped(record, event, self.now))
+        if event.reason:
+            self.commands.append(Note("warning", f"step {batch} made no update: {event.reason}"))
+        evaluation.after_batch(self)
+
+    def published(self, track: str, version: int) -> None:
+        if version > self.root.published.get(track, -1):
+            self.set(published=self.root.published | {track: version})
+        newest = self.root.published[track]
+        if track == self.plan.tracks[0]:
+            self.set(unsynced=tuple(entry for entry in self.root.unsynced if entry[1] > newest))
+        self.set(records=tuple(r for r in self.root.records if r.kind != "publish" or self.behind_batch(r)))
+
+    def behind_batch(self, record: Record) -> bool:
+        """Whether a batch before this record is still untrained: then the publish just heard of is an older one."""
+        return any(r.kind == "train" and r.seq < record.seq for r in self.root.records)
+
+    def saved(self, seq: int) -> None:
+        record = next((r for r in self.root.records if r.seq == seq and r.kind == "checkpoint"), None)
+        if record is None:
+            return
+        below = min([record.shelf, *(g.shelf for g in self.groups.values())])
+        self.commands.append(Covered(seq, self.root.swept, below))
+        self.set(
+            records=tuple(r for r in self.root.records if r is not record),
+            saved_seq=seq,
+            swept=max(below, self.root.swept),
+        )
+
+    # operator and failure -------------------------------------------------------------------------------------------------
+
+    def operator(self, event: Operator) -> None:
+        if event.command == "cancel":
+            self.end("cancelled", "cancelled by the operator")
+        elif event.command == "checkpoint":
+            self.wants_checkpoint = True
+        else:
+            self.set(paused=event.command == "pause")
+            self.commands.append(Note("info", f"job {event.command}d by the operator"))
+
+    def failure(self, event: Failure) -> None:
+        self.commands.append(Note("error" if event.fatal else "warning", f"{event.origin}: {event.error}"))
+        if event.fatal:
+            self.end("failed", f"{event.origin}: {event.error}")
+
+    def end(self, phase: str, reason: str) -> None:
+        """Ends now: what is open is closed, the trainer stops."""
+        word = "cancelled" if phase == "cancelled" else "job failed"
+        in_training = {gid for r in self.root.records for gid in r.gids}
+        count = sum(g.kind == "train" for g in self.groups.values()) + len(in_training - self.groups.keys())
+        self.close(list(self.groups.values()), in_flight=True)
+        if count:
+            self.set(dropped=self.root.dropped | {word: self.root.dropped.get(word, 0) + count})
+        self.append("stop")
+        self.commands.append(Covered(self.root.saved_seq, self.root.swept, self.root.formed + 1))
+        self.set(phase=phase, reason=reason, records=(), evals=(), changed_at=self.now)
+        self.commands.append(Note("info" if phase == "cancelled" else "error", reason))
+
+    # what has become due --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        if self.root.phase == "starting" and admission.can_start(self.plan, self.root):
+            self.set(phase="running", started_at=self.now, changed_at=self.now)
+            evaluation.at_start(self)
+        if self.root.phase == "running":
+            self.drop_stale()
+            self.launch()
+            self.form_batch()
+            if self.root.batches >= self.plan.steps:
+                self.finish()
+        if self.wants_checkpoint and self.root.phase == "running":
+            self.append("checkpoint")  # last: its state is that of the end of this commit
+        if self.root.phase == "finishing":
+            self.conclude()
+
+    def launch(self) -> None:
+        for _ in range(admission.launch(self.plan, self.root)):
+            if self.root.again:
+                (draw, issue), *rest = self.root.again
+                self.set(again=tuple(rest))
+            else:
+                draw, issue = self.root.draw, 0
+                self.set(draw=draw + 1)
+            needs = {t: Need(self.plan.need, self.root.published.get(t, 0)) for t in self.plan.tracks if self.plan.route}
+            group = Group(
+                gid=group_id(self.root_of(draw), issue),
+                draw=draw,
+                issue=issue,
+                shelf=self.root.formed,
+                needs=needs,
+                issued_at=self.now,
+            )
+            if not self.plan.route:  # nothing to roll out: the record is ready as it is
+                group = msgspec.structs.replace(group, slices=(), ready_at=self.now, order=self.root.issued)
+            self.groups[group.gid] = group
+            self.set(issued=self.root.issued + 1)
+            self.commands.append(Issue(group))
+
+    def drop_stale(self) -> None:
+        if not self.plan.route or not self.plan.max_staleness:
+            return
+        for group in [g for g in self.groups.values() if g.kind == "train" and g.slices is not None]:
+            if not admission.fresh(self.plan, self.root, group):
+                self.drop(group, "stale")
+
+    def form_batch(self) -> None:
+        if any(r.kind == "train" for r in self.root.records):
+            return
+        ready = [g for g in self.groups.values() if g.kind == "train" and g.slices is not None]
+        if len(ready) < self.plan.batch_size or self.root.batches >= self.plan.steps:
+            return
+        chosen = sorted(ready, key=lambda g: g.order)[: self.plan.batch_size]
+        chosen.sort(key=lambda g: (g.draw, g.issue))
+        self.append("train", tuple(chosen))
+        self.set(formed=self.root.formed + 1)
+        self.close(chosen, in_flight=False)
+        last = self.root.batches + 1 >= self.plan.steps
+        if admission.publish_due(self.plan, self.root, last):
+            self.append("publish")
+        if last or (self.plan.checkpoint_every and (self.root.batches + 1) % self.plan.checkpoint_every == 0):
+            self.append("checkpoint")
+
+    def append(self, kind: Any, groups: tuple[Group, ...] = ()) -> None:
+        seq, entry_id = self.root.seq + 1, f"{self.nonce}.{self.root.seq + 1}"
+        self.commands.append(Append(seq, entry_id, self.root.last_id, kind, groups))
+        record = Record(
+            seq=seq,
+            id=entry_id,
+            kind=kind,
+            gids=tuple(g.gid for g in groups),
+            at=self.now,
+            shelf=self.root.formed,
+            stats=batch_stats(self.plan, self.root, groups) if groups else {},
+        )
+        kept = self.root.records if kind == "stop" else (*self.root.records, record)
+        self.set(seq=seq, last_id=entry_id, records=kept)
+
+    def finish(self) -> None:
+        """The steps are done: what is still open is surplus."""
+        surplus = [g for g in self.groups.values() if g.kind == "train"]
+        self.close(surplus, in_flight=True)
+        if surplus:
+            self.set(dropped=self.root.dropped | {"surplus": self.root.dropped.get("surplus", 0) + len(surplus)})
+        self.set(phase="finishing", changed_at=self.now)
+        evaluation.at_end(self)
+
+    def conclude(self) -> None:
+        if not self.root.records and not self.root.evals:
+            self.append("stop")
+            self.set(phase="done", changed_at=self.now)
+            self.commands.append(Note("info", f"done: {self.root.batches} steps"))
+
+
+def ledger(root: Root) -> dict[str, Any]:
+    """issued = trained + dropped (by reason) + dead + in flight; `balanced` says whether the open groups agree."""
+    return {
+        "issued": root.issued,
+        "trained": root.trained,
+        "dropped": dict(root.dropped),
+        "dead": root.dead,
+        "in_flight": root.outstanding,
+    }
+
+
+def balanced(state: State) -> bool:
+    """Every gid has exactly one fate: what the counters call in flight is exactly what is open or in training."""
+    open_groups = sum(g.kind == "train" for g in state.groups.values())
+    in_training = sum(len(r.gids) for r in state.root.records)
+    return state.root.outstanding == open_groups + in_training

@@ -1,0 +1,33 @@
+"""sft: records → train, targets built by the trainer. No rollout, reward or advantage; publishes only at the end."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from services.controller.lifecycles.common import check_algorithm
+from services.controller.lifecycles.state import Plan
+from shared.config import specs
+from shared.config.sections import SftRecipe
+
+
+class Recipe(SftRecipe):
+    domain: Literal["sft"]
+
+
+def plan(recipe: SftRecipe) -> Plan:
+    specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
+    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch)
+    return Plan(
+        domain="sft",
+        steps=recipe.steps,
+        batch_size=recipe.data.batch_size,
+        branches=(),
+        route=(),
+        tracks=("policy",),
+        updates_per_batch=recipe.train.num_updates_per_batch,
+        max_inflight=2 * recipe.data.batch_size,  # the next batch is read while one trains
+        publish_at_end_only=True,
+        advantages=False,
+        checkpoint_every=recipe.train.checkpoint_every,
+        previews=recipe.logging.previews,
+    )

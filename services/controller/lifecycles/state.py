@@ -1,0 +1,240 @@
+"""What a lifecycle is made of: the plan (fixed), the state (one root row, one row per open group), events and commands."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.wire.envelope import BodyRef, Completed, Message, Need, SliceHead, Trained
+
+Phase = Literal["starting", "running", "finishing", "done", "failed", "cancelled"]
+ENDED = ("done", "failed", "cancelled")
+
+
+class Branch(msgspec.Struct, frozen=True, kw_only=True):
+    """One generated Part of a request: its track, and how many children each row of the Part before gets."""
+
+    track: str
+    n: int
+    media: bool = False
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Derived from the recipe once; everything that a lifecycle decides by."""
+
+    domain: str
+    steps: int
+    batch_size: int
+    branches: tuple[Branch, ...]
+    """Generated Parts in order; empty when nothing is rolled out."""
+    route: tuple[str, ...]
+    """Stages of a message; empty when nothing is rolled out."""
+    tracks: tuple[str, ...]
+    scorers: tuple[str, ...] = ()
+    slice: int | None = None
+    trajectories: bool = False
+    """Each row of a group is a Sample of its own with its own turns (agentic)."""
+    updates_per_batch: int = 1
+    max_staleness: int = 0
+    max_inflight: int
+    sync_interval: int = 1
+    max_reissues: int = 3
+    need: Literal["exactly", "at_least"] = "exactly"
+    publish_at_end_only: bool = False
+    barrier: bool = False
+    advantages: bool = True
+    on_failed: Literal["exclude", "drop_group", "abort"] = "exclude"
+    checkpoint_every: int = 0
+    aggregation: Literal["weighted_sum", "mean", "min", "max"] = "weighted_sum"
+    weights: dict[str, float] = {}
+    normalize_weights: bool = True
+    truncation: Literal["keep", "zero", "soft"] = "keep"
+    overlong_buffer: int = 4096
+    overlong_factor: float = 1.0
+    propagate: Literal["mean", "max", "sum"] = "mean"
+    eval_at: tuple[str, ...] = ()
+    eval_every: int = 0
+    eval_size: int = 0
+    previews: int = 3
+
+    @property
+    def group_size(self) -> int:
+        """Siblings directly below a prompt."""
+        return self.branches[0].n if self.branches else 1
+
+    def slices(self) -> tuple[tuple[int, int], ...]:
+        n, step = self.group_size, self.slice or self.group_size
+        return tuple((low, min(low + step, n)) for low in range(0, n, step))
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Row of an open group."""
+
+    gid: str
+    draw: int
+    issue: int
+    shelf: int
+    needs: dict[str, Need]
+    issued_at: float
+    kind: Literal["train", "eval"] = "train"
+    slices: tuple[SliceHead, ...] | None = None
+    """None while it is in flight."""
+    rewards: tuple[float, ...] = ()
+    """Of the last generated Part, in the order of its ids."""
+    components: dict[str, tuple[float, ...]] = {}
+    reward_seconds: float = 0.0
+    ready_at: float = 0.0
+    order: int = 0
+    """Its place among the completed groups."""
+    tag: str = ""
+    """eval: which evaluation."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A log record that the trainer has not answered."""
+
+    seq: int
+    id: str
+    kind: Literal["train", "publish", "checkpoint"]
+    gids: tuple[str, ...] = ()
+    at: float = 0.0
+    shelf: int = 0
+    """checkpoint: shelves below are not needed once it is complete."""
+    stats: dict[str, float] = {}
+    """train: figures of the batch."""
+
+
+class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
+    tag: str
+    step: int
+    versions: dict[str, int]
+    size: int
+    done: int = 0
+    failed: int = 0
+    total: float = 0.0
+    previews: tuple[tuple[int, BodyRef, float], ...] = ()
+    """(index, body, reward) of the first ones."""
+
+
+class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    phase: Phase = "starting"
+    reason: str = ""
+    paused: bool = False
+    incarnation: int = 1
+    draw: int = 0
+    """The data cursor: the next draw number."""
+    again: tuple[tuple[int, int], ...] = ()
+    """(draw, issue) of prompts to issue once more."""
+    dead_draws: tuple[int, ...] = ()
+    issued: int = 0
+    trained: int = 0
+    dead: int = 0
+    dropped: dict[str, int] = {}
+    completed: int = 0
+    batches: int = 0
+    formed: int = 0
+    seq: int = 0
+    last_id: str = ""
+    records: tuple[Record, ...] = ()
+    """Unanswered, in order."""
+    current: dict[str, int] = {}
+    """The trainer's version by track after the last batch."""
+    published: dict[str, int] = {}
+    unsynced: tuple[tuple[int, int], ...] = ()
+    """(batch, version of the first track) of batches with updates trained since the newest published version."""
+    trainer_up: bool = False
+    saved_seq: int = 0
+    swept: int = 0
+    """Shelves below are gone."""
+    evals: tuple[EvalRun, ...] = ()
+    evaluated: tuple[str, ...] = ()
+    started_at: float = 0.0
+    changed_at: float = 0.0
+    """When a batch was last trained, or a phase entered."""
+
+    @property
+    def dropped_total(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def outstanding(self) -> int:
+        return self.issued - self.trained - self.dropped_total - self.dead
+
+
+class State(msgspec.Struct, frozen=True):
+    root: Root
+    groups: dict[str, Group]
+
+
+class Tick(msgspec.Struct, frozen=True):
+    now: float
+
+
+class BadRecord(msgspec.Struct, frozen=True):
+    """The prompt of this draw cannot be used (too long, empty): its group ends as dead."""
+
+    gid: str
+    error: str
+
+
+Event = Message | Completed | BadRecord
+
+
+class Issue(msgspec.Struct, frozen=True):
+    """Send the group's request (or, without a route, read its record)."""
+
+    group: Group
+
+
+class Append(msgspec.Struct, frozen=True):
+    """Add a record to the train log."""
+
+    seq: int
+    id: str
+    previous: str
+    kind: Literal["train", "publish", "checkpoint", "stop"]
+    groups: tuple[Group, ...] = ()
+
+
+class Close(msgspec.Struct, frozen=True):
+    """The groups are no longer open; entries of theirs that are still about are deleted."""
+
+    gids: tuple[str, ...]
+    in_flight: bool
+
+
+class Stepped(msgspec.Struct, frozen=True):
+    """Write the record of a trained step."""
+
+    record: Record
+    trained: Trained
+    at: float
+
+
+class Evaluated(msgspec.Struct, frozen=True):
+    run: EvalRun
+
+
+class Covered(msgspec.Struct, frozen=True):
+    """A checkpoint covers the log up to `seq`: trim it, and sweep the shelves `first … below - 1`."""
+
+    seq: int
+    first: int
+    below: int
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Something that a person should see."""
+
+    level: Literal["info", "warning", "error"]
+    text: str
+
+
+class Restore(msgspec.Struct, frozen=True):
+    """Redis went back in time: return to the newest checkpoint and raise the incarnation."""
+
+    detail: str
+
+
+Command = Issue | Append | Close | Stepped | Evaluated | Covered | Note | Restore

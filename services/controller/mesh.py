@@ -1,0 +1,124 @@
+"""The controller's threads: one runner per job that has not ended, and the registry of workers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import redis
+
+from services.controller.assignment import Registry, Wanted
+from services.controller.jobs import JobDoc, load_doc, open_job
+from services.controller.lifecycles.state import ENDED, Root
+from services.controller.runner import Runner
+from shared.config.problems import BadInput
+from shared.config.settings import Settings
+from shared.wire.client import AWAY
+from shared.wire.codec import pack, unpack
+from shared.wire.envelope import Failure
+from shared.wire.keys import JOBS, JobKeys
+
+log = logging.getLogger(__name__)
+
+
+class Mesh:
+    """Finds jobs in Redis and runs them. A job that another controller leases is left to it until its lease runs out."""
+
+    def __init__(self, connect: Callable[[], Any], settings: Settings) -> None:
+        self.connect, self.settings = connect, settings
+        self.client = connect()
+        self.runners: dict[str, tuple[Runner, threading.Thread]] = {}
+        self.docs: dict[str, JobDoc] = {}
+        self.ended: set[str] = set()
+        self.stopping = threading.Event()
+        self.wake = threading.Event()
+        self.registry = Registry(connect, self.wanted)
+        self.threads = [
+            threading.Thread(target=self.watch, name="jobs", daemon=True),
+            threading.Thread(target=self.registry.run, name="registry", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.wake.set()
+        self.registry.stopping.set()
+        for runner, _ in list(self.runners.values()):
+            runner.stop()
+        for thread in [*self.threads, *(t for _, t in self.runners.values())]:
+            thread.join(15)
+
+    def watch(self) -> None:
+        """Waits for a submission or half a second; unblocked by wake."""
+        while not self.stopping.is_set():
+            try:
+                self.look()
+            except AWAY:
+                log.warning("jobs: Redis is away")
+            except redis.RedisError as error:
+                log.warning("jobs: %s", error)
+            self.wake.wait(0.5)
+            self.wake.clear()
+
+    def look(self) -> None:
+        for raw in self.client.hkeys(JOBS):
+            job = raw.decode()
+            running = self.runners.get(job)
+            if job in self.ended or (running is not None and running[1].is_alive()):
+                continue
+            if self._phase(job) in ENDED:
+                self.ended.add(job)
+                self.runners.pop(job, None)
+                continue
+            doc = load_doc(self.client, job)
+            if doc is not None:
+                self._start(doc)
+
+    def _phase(self, job: str) -> str:
+        packed = self.client.hget(JobKeys(job).state, "snapshot")
+        return unpack(packed, Root).phase if packed else "starting"
+
+    def _start(self, doc: JobDoc) -> None:
+        try:
+            runner = Runner(self.connect, open_job(doc, self.settings), self.settings)
+        except (BadInput, OSError) as error:
+            self.client.xadd(
+                JobKeys(doc.id).inbox, {"e": pack(Failure(origin="controller", error=str(error), fatal=False))}
+            )
+            log.warning("job %s cannot run here: %s", doc.id, error)
+            return
+        thread = threading.Thread(target=runner.run, name=f"job {doc.id}", daemon=True)
+        self.docs[doc.id] = doc
+        self.runners[doc.id] = (runner, thread)
+        thread.start()
+
+    def wanted(self) -> Sequence[Wanted]:
+        """Places of all jobs that have not ended, the oldest job first; its trainer before its rollouts."""
+        places: list[Wanted] = []
+        for raw in self.client.hkeys(JOBS):
+            job = raw.decode()
+            if job in self.ended:
+                continue
+            if self._phase(job) in ENDED:
+                continue
+            doc = self.docs.get(job) or load_doc(self.client, job)
+            if doc is None:
+                continue
+            self.docs[job] = doc
+            places += places_of(doc)
+        order = {job: doc.created for job, doc in self.docs.items()}
+        return sorted(places, key=lambda p: (order[p.job], p.role != "trainer"))
+
+
+def places_of(doc: JobDoc) -> list[Wanted]:
+    found = [Wanted(doc.id, "trainer", "")]
+    for stage in doc.plan.route:
+        service, _, track = stage.partition(".")
+        if service == "rollout":
+            found += [Wanted(doc.id, "rollout", track)] * int(doc.recipe["placement"]["rollout"])
+    return found

@@ -1,0 +1,275 @@
+"""From a lifecycle's commands to the writes of one commit: requests, log records, rows, notes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from services.controller.data.intake import BadPrompt
+from services.controller.jobs import DataSet, Job
+from services.controller.lifecycles.state import (
+    Append,
+    BadRecord,
+    Close,
+    Command,
+    Covered,
+    Evaluated,
+    Group,
+    Issue,
+    Note,
+    State,
+    Stepped,
+)
+from services.controller.restore import cut
+from services.controller.scoring import train_slices
+from shared.config.sections import Advantage
+from shared.types.params import ARSamplingParams
+from shared.types.part import Part, Text
+from shared.types.sample import Sample
+from shared.types.segments import TextSegment
+from shared.wire import codec
+from shared.wire.bodies import REDIS_LIMIT, BodyStore
+from shared.wire.codec import pack
+from shared.wire.envelope import Envelope, LogEntry, PartHead, SliceHead, TrainSlice, envelope_fields
+from shared.wire.keys import GROUP
+from shared.wire.scripts import Write, hset, send, xadd
+
+
+class Writer:
+    """Builds the writes of one commit. Reads data sources and bodies; writes nothing itself except bodies of files."""
+
+    def __init__(self, job: Job, store: BodyStore) -> None:
+        self.job, self.store, self.keys, self.plan = job, store, job.keys, job.doc.plan
+
+    def bad_records(self, commands: Sequence[Command]) -> list[BadRecord]:
+        """Of the groups to be issued, those whose prompt cannot be used."""
+        found = []
+        for command in commands:
+            if isinstance(command, Issue):
+                data = self._data(command.group)
+                try:
+                    record = data.source.get(data.order.place(command.group.draw)[1])
+                    data.intake.prompt(record)
+                except BadPrompt as error:
+                    found.append(BadRecord(command.group.gid, str(error)))
+        return found
+
+    def writes(self, before: State, after: State, commands: Sequence[Command]) -> list[Write]:
+        out: list[Write] = []
+        closed = {gid for c in commands if isinstance(c, Close) for gid in c.gids}
+        for command in commands:
+            match command:
+                case Issue(group) if group.gid not in closed and self.plan.route:
+                    out += self._request(group, after.root.incarnation)
+                case Append():
+                    out += self._append(command, after)
+                case Close():
+                    out += self._close(command)
+                case Stepped():
+                    out.append(xadd(self.keys.steps, {"m": pack(self._step(command, after))}))
+                case Evaluated():
+                    out.append(hset(self.keys.evals, {command.run.tag: pack(self._evaluation(command))}))
+                case Covered():
+                    out.append(Write("XTRIM", self.keys.log, ("MINID", f"{command.seq + 1}-0")))
+                    shelves = range(command.first, command.below)
+                    out += [Write("UNLINK", self.keys.shelf(number)) for number in shelves]
+                case Note():
+                    fields = {"at": f"{time.time():.3f}", "level": command.level, "text": command.text}
+                    out.append(xadd(self.keys.events, fields))
+        changed = {g: pack(row) for g, row in after.groups.items() if before.groups.get(g) is not row}
+        if changed:
+            out.append(hset(self.keys.rows, changed))
+        if gone := [g for g in before.groups if g not in after.groups]:
+            out.append(Write("HDEL", self.keys.rows, tuple(gone)))
+        return out
+
+    def _data(self, group: Group) -> DataSet:
+        if group.kind == "eval":
+            assert self.job.eval is not None
+            return self.job.eval
+        return self.job.train
+
+    def _request(self, group: Group, incarnation: int) -> list[Write]:
+        """The group's messages, and its hash and mark as open."""
+        plan, keys = self.plan, self.keys
+        data = self._data(group)
+        record = data.source.get(data.order.place(group.draw)[1])
+        prompt = data.intake.prompt(record)
+        root = group.gid.rpartition("#")[0]
+        greedy = group.kind == "eval"
+        params = self.job.eval_params if greedy else self.job.params
+        assert params is not None
+        n = 1 if greedy else plan.group_size
+        whole = Sample.request(
+            [root],
+            params,
+            n=n,
+            track=plan.branches[0].track,
+            texts=[prompt.text],
+            tokens=[prompt.tokens],
+            metadata=[record.metadata],
+        )
+        slices = ((0, 1),) if greedy else plan.slices()
+        need = len(slices) * len(plan.scorers)
+        out = [
+            Write("ZADD", keys.open, (group.shelf, group.gid)),
+            hset(keys.group(group.gid), {"need": need, "have": 0}),
+        ]
+        for low, high in slices:
+            sample = whole if (low, high) == (0, n) else whole.select(range(low, high))
+            out += self._message(group, incarnation, sample, (low, high), params)
+        return out
+
+    def _message(
+        self, group: Group, incarnation: int, sample: Sample, span: tuple[int, int], params: ARSamplingParams
+    ) -> list[Write]:
+        parts = codec.encode_parts([sample])
+        name = f"{group.gid}.{span[0]}.{uuid4().hex[:8]}"
+        out: list[Write] = []
+        body: bytes | None = None
+        ref = None
+        if sum(map(len, parts)) <= REDIS_LIMIT:
+            body = b"".join(parts)
+        else:
+            ref, _ = self.store.place(group.shelf, name, parts)
+        frontier = sample.frontier
+        head = SliceHead(
+            parts=(
+                PartHead(
+                    ids=frontier.sample_ids, track=frontier.track or "", max_new_tokens=params.max_new_tokens
+                ),
+            ),
+            body=ref,
+        )
+        envelope = Envelope(
+            id=uuid4().hex,
+            job=self.job.doc.id,
+            incarnation=incarnation,
+            kind=group.kind,
+            route=self.plan.route,
+            position=0,
+            scorers=self.plan.scorers,
+            gid=group.gid,
+            shelf=group.shelf,
+            slice=span,
+            needs=group.needs,
+            head=head,
+            deterministic=self.job.recipe.deterministic,
+        )
+        out.append(send(self.keys, self.plan.route[0], group.gid, span[0], envelope_fields(envelope, body)))
+        return out
+
+    def _append(self, command: Append, after: State) -> list[Write]:
+        slices: Sequence[TrainSlice] = ()
+        out: list[Write] = []
+        if command.kind == "train" and self.plan.route:
+            how = self.job.recipe.algorithm.advantage if self.plan.advantages else Advantage()
+            slices = train_slices(self.plan, command.groups, how)
+        elif command.kind == "train":
+            part, out = self._records(command.groups)
+            slices = (part,)
+        entry = LogEntry(
+            seq=command.seq,
+            id=command.id,
+            previous=command.previous,
+            incarnation=after.root.incarnation,
+            kind=command.kind,
+            slices=tuple(slices),
+            state=pack(cut(after)) if command.kind == "checkpoint" else b"",
+        )
+        return [*out, xadd(self.keys.log, {"e": pack(entry)}, f"{command.seq}-0")]
+
+    def _records(self, groups: Sequence[Group]) -> tuple[TrainSlice, list[Write]]:
+        """sft: the batch's prompts and targets as one body; the trainer builds the loss from them."""
+        intake = self.job.train.intake
+        rows = [self.job.train.source.get(self.job.train.order.place(g.draw)[1]) for g in groups]
+        prompts = [intake.prompt(r) for r in rows]
+        targets = [intake.target(r) for r in rows]
+        roots = tuple(g.gid.rpartition("#")[0] for g in groups)
+        inputs = Part(
+            sample_ids=roots,
+            primitives={"text": tuple(Text(p.text) for p in prompts)},
+            segment=TextSegment.of([p.tokens for p in prompts]),
+        )
+        ids = tuple(f"{root}/0" for root in roots)
+        params = ARSamplingParams(max_new_tokens=max(map(len, targets)))
+        lengths = tuple(map(len, targets))
+        output = Part(
+            sample_ids=ids,
+            role="assistant",
+            track="policy",
+            sampling_params=params,
+            segment=TextSegment.of(targets),
+            output_version=np.zeros(len(ids), np.int64),
+        )
+        shelf, name = groups[0].shelf, f"records.{uuid4().hex[:8]}"
+        ref, small = self.store.place(shelf, name, codec.encode_parts([Sample((inputs, output))]))
+        head = SliceHead(parts=(PartHead(ids=ids, track="policy", lengths=lengths),), body=ref)
+        writes = [] if small is None else [hset(self.keys.shelf(shelf), {name: small})]
+        return TrainSlice(head=head, rewards=(None,), advantages=(None,)), writes
+
+    def _close(self, command: Close) -> list[Write]:
+        """The groups' hashes, marks, and entries that are still about, whoever holds them."""
+        if not self.plan.route:
+            return []
+        out: list[Write] = []
+        if command.in_flight:
+            with self.store.client.pipeline(transaction=False) as pipe:
+                for gid in command.gids:
+                    pipe.hgetall(self.keys.group(gid))
+                for fields in pipe.execute():
+                    for name, entry_id in fields.items():
+                        if name.startswith(b"e:"):
+                            stage = name[2:].decode().rpartition(":")[0]
+                            out.append(Write("TAKE", self.keys.stage(stage), (GROUP, entry_id)))
+        out.append(Write("ZREM", self.keys.open, command.gids))
+        return out + [Write("UNLINK", self.keys.group(gid)) for gid in command.gids]
+
+    def _step(self, command: Stepped, after: State) -> dict[str, Any]:
+        record, trained = command.record, command.trained
+        return {
+            "step": after.root.batches,
+            "seq": record.seq,
+            "at": command.at,
+            "versions": trained.versions,
+            "updates": sum(trained.updates.values()),
+            **record.stats,
+            **trained.metrics,
+            "seconds/train": trained.seconds,
+            "seconds/waited": command.at - record.at,
+        }
+
+    def _evaluation(self, command: Evaluated) -> dict[str, Any]:
+        run = command.run
+        good = run.size - run.failed
+        bodies = self.store.load_many([ref for _, ref, _ in sorted(run.previews)])
+        previews = []
+        for (index, _, reward), body in zip(sorted(run.previews), bodies, strict=True):
+            [sample] = codec.decode(body, list[Sample])
+            previews.append(
+                {
+                    "index": index,
+                    "prompt": sample.parts[0].text[0],
+                    "completion": sample.frontier.text[0],
+                    "metadata": dict(sample.parts[0].metadata[0]) if sample.parts[0].metadata else {},
+                    "reward": reward,
+                }
+            )
+        return {
+            "tag": run.tag,
+            "step": run.step,
+            "versions": run.versions,
+            "prompts": run.size,
+            "failed": run.failed,
+            "reward": run.total / good if good else None,
+            "previews": previews,
+        }
+
+
+def snapshot(state: State) -> bytes:
+    return msgspec.msgpack.encode(state.root)

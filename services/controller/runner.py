@@ -1,0 +1,169 @@
+"""The loop that drives one job: read the inbox, advance the lifecycle, commit everything in one compare-and-set."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import redis
+
+from services.controller.jobs import Job
+from services.controller.lifecycles.core import advance
+from services.controller.lifecycles.state import ENDED, BadRecord, Command, Event, Group, Restore, Root, State, Tick
+from services.controller.messages import Writer, snapshot
+from services.controller.restore import restored
+from shared.config.settings import Settings
+from shared.wire.bodies import BodyStore, open_bodies
+from shared.wire.client import AWAY, answered
+from shared.wire.codec import unpack
+from shared.wire.envelope import read_event
+from shared.wire.errors import WireError
+from shared.wire.keys import GROUP
+from shared.wire.scripts import Entry, Scripts, Write, ensure_group, new_revision, no_group, text, xadd
+
+log = logging.getLogger(__name__)
+
+LEASE_MS = 10_000
+BATCH = 64
+"""Most events of one commit."""
+BLOCK_MS = 500
+
+
+class Runner:
+    """Owns a job while it holds the job's lease. Whatever it has not committed is only memory.
+
+    Waits for: inbox entries, ticks. Unblocked by: commits of workers and the trainer, the API's commands, stop().
+    """
+
+    def __init__(self, connect: Callable[[], Any], job: Job, settings: Settings) -> None:
+        self.job, self.keys, self.settings = job, job.keys, settings
+        self.client = connect()
+        self.scripts = Scripts(self.client)
+        self.token = uuid4().hex
+        self.backend = open_bodies(settings.bodies, job.doc.id)
+        self.writer = Writer(job, BodyStore(self.client, self.keys, self.backend))
+        self.stopping = threading.Event()
+        self.claim_at = 0.0
+        self.extend_at = 0.0
+        self.refused: list[str] = []
+
+    def run(self) -> None:
+        """Until the job has ended or stop(). Takes the lease whenever it is free."""
+        try:
+            while not self.stopping.is_set():
+                try:
+                    if self.scripts.lease(self.keys.lease, self.token, LEASE_MS, take=True) == "MINE" and self._hold():
+                        return
+                except AWAY as error:
+                    log.warning("job %s: Redis is away (%s)", self.job.doc.id, error)
+                self.stopping.wait(0.2)
+        finally:
+            try:
+                self.scripts.release(self.keys.lease, self.token)
+            except redis.RedisError:
+                log.warning("job %s: the lease runs out by itself", self.job.doc.id)
+
+    def stop(self) -> None:
+        self.stopping.set()
+
+    def _hold(self) -> bool:
+        """Under the lease: from the durable state on, until a commit is refused (False) or the job has ended (True)."""
+        revision, state = self._load()
+        ensure_group(self.client, self.keys.inbox)
+        waiting = list(self.scripts.claim(self.keys.inbox, self.token, 0, 1000))
+        while not self.stopping.is_set():
+            if state.root.phase in ENDED:
+                return True
+            if not waiting:
+                waiting = self._read()
+            entries, waiting = waiting[:BATCH], waiting[BATCH:]
+            done = self._step(revision, state, entries)
+            if done is None:
+                return False
+            revision, state = done
+        return False
+
+    def _load(self) -> tuple[str, State]:
+        revision, packed = self.client.hmget(self.keys.state, "revision", "snapshot")
+        rows = self.client.hgetall(self.keys.rows)
+        root = unpack(packed, Root) if packed else Root()
+        groups = [unpack(row, Group) for row in rows.values()]
+        groups.sort(key=lambda g: (g.kind, g.draw, g.issue))
+        return (text(revision) if revision else ""), State(root, {g.gid: g for g in groups})
+
+    def _read(self) -> list[Entry]:
+        try:
+            if time.monotonic() > self.claim_at:  # a frozen reader or a lost reply may swallow entries at any time
+                self.claim_at = time.monotonic() + 2
+                if found := self.scripts.claim(self.keys.inbox, self.token, 1000, BATCH):
+                    return found
+            answer = self.client.xreadgroup(GROUP, self.token, {self.keys.inbox: ">"}, count=BATCH, block=BLOCK_MS)
+            return [Entry(self.keys.inbox, text(i), fields) for _, rows in answer or [] for i, fields in rows]
+        except redis.ResponseError as error:
+            if not no_group(error):
+                raise
+            ensure_group(self.client, self.keys.inbox)
+            return []
+
+    def _step(self, revision: str, state: State, entries: Sequence[Entry]) -> tuple[str, State] | None:
+        """One commit. None: it was refused, or the lease is gone; start again from the durable state."""
+        events = self._events(entries)
+        now = time.time()
+        nonce = uuid4().hex[:12]
+        after, commands = self._advance(state, events, now, nonce)
+        if any(isinstance(c, Restore) for c in commands):
+            restored(self, state, next(c for c in commands if isinstance(c, Restore)), [e.id for e in entries], revision)
+            return None
+        if not entries and not commands and after.root is state.root:
+            return (revision, state) if self._extended() else None
+        writes = self.writer.writes(state, after, commands)
+        writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]
+        self.refused.clear()
+        return self.commit(revision, after, [e.id for e in entries], writes)
+
+    def commit(
+        self, revision: str, after: State, taken: Sequence[str], writes: Sequence[Write]
+    ) -> tuple[str, State] | None:
+        fresh = new_revision(revision)
+
+        def call() -> list[str]:
+            return self.scripts.commit_state(self.keys, self.token, revision, fresh, snapshot(after), taken, writes)
+
+        answer = answered(call, self.stopping.is_set)
+        if answer[0] != "OK":
+            log.warning("job %s: commit answered %s; reloading", self.job.doc.id, answer)
+            return None
+        if not self._extended():
+            return None
+        return fresh, after
+
+    def _extended(self) -> bool:
+        if time.monotonic() < self.extend_at:
+            return True
+        self.extend_at = time.monotonic() + LEASE_MS / 4000
+        return self.scripts.lease(self.keys.lease, self.token, LEASE_MS, take=False) == "MINE"
+
+    def _advance(self, state: State, events: Sequence[Event], now: float, nonce: str) -> tuple[State, list[Command]]:
+        """Advances; prompts that turn out unusable are events of the same commit."""
+        plan, root_of = self.job.doc.plan, self.job.train.order.root
+        after, commands = advance(plan, state, events, Tick(now), nonce, root_of)
+        fresh = list(commands)
+        while bad := self.writer.bad_records(fresh):
+            found: list[BadRecord] = bad
+            after, fresh = advance(plan, after, found, Tick(now), nonce, root_of)
+            commands += fresh
+        return after, commands
+
+    def _events(self, entries: Sequence[Entry]) -> list[Event]:
+        events: list[Event] = []
+        for entry in entries:
+            try:
+                events.append(read_event(entry.fields))
+            except (WireError, KeyError, msgspec.MsgspecError) as error:
+                self.refused.append(f"unreadable inbox entry {entry.id}: {error}")
+        return events

@@ -1,0 +1,114 @@
+"""What people see of a job, computed from durable state when asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from services.controller.jobs import JobDoc
+from services.controller.lifecycles.core import ledger
+from services.controller.lifecycles.state import ENDED, Group, Plan, Root
+from shared.wire.codec import unpack
+from shared.wire.keys import JobKeys
+
+STEP_KEYS = ("reward", "reward_std", "loss", "tokens")
+
+
+def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
+    """State, step, rates, what it waits for, ledger."""
+    keys = JobKeys(doc.id)
+    with client.pipeline(transaction=False) as pipe:
+        pipe.hget(keys.state, "snapshot")
+        pipe.hvals(keys.rows)
+        pipe.xrevrange(keys.steps, count=10)
+        pipe.hgetall(keys.counts)
+        pipe.get(keys.trainer)
+        pipe.xlen(keys.dead)
+        pipe.hvals(keys.evals)
+        packed, rows, recent, counts, progress, dead_letters, evals = pipe.execute()
+    root = unpack(packed, Root) if packed else Root()
+    groups = [unpack(row, Group) for row in rows]
+    steps = [read_step(fields) for _, fields in reversed(recent)]
+    return {
+        "id": doc.id,
+        "name": doc.recipe["name"],
+        "domain": doc.plan.domain,
+        "state": "paused" if root.paused and root.phase == "running" else root.phase,
+        "reason": root.reason,
+        "created": doc.created,
+        "started": root.started_at or None,
+        "step": root.batches,
+        "steps": doc.plan.steps,
+        "incarnation": root.incarnation,
+        "versions": {"trainer": root.current, "published": root.published},
+        "rates": rates(steps, root),
+        "last": steps[-1] if steps else None,
+        "waits_for": waits_for(doc.plan, root, groups),
+        "ledger": ledger(root),
+        "counts": {k.decode(): int(v) for k, v in counts.items()},
+        "dead_letters": dead_letters,
+        "trainer": msgspec.msgpack.decode(progress) if progress else None,
+        "evals": [msgspec.msgpack.decode(e) for e in evals],
+        "warnings": list(doc.warnings),
+    }
+
+
+def read_step(fields: dict[bytes, bytes]) -> dict[str, Any]:
+    return dict(msgspec.msgpack.decode(fields[b"m"]))
+
+
+def rates(steps: list[dict[str, Any]], root: Root) -> dict[str, float]:
+    """Per second, over the last ten steps."""
+    if len(steps) < 2:
+        return {}
+    span = steps[-1]["at"] - steps[0]["at"]
+    if span <= 0:
+        return {}
+    counted = steps[1:]
+    return {
+        "steps": (len(steps) - 1) / span,
+        "samples": sum(s.get("samples", 0) for s in counted) / span,
+        "tokens": sum(s.get("tokens", 0) for s in counted) / span,
+    }
+
+
+def waits_for(plan: Plan, root: Root, groups: Iterable[Group]) -> str:
+    """The name of the wait, and how long it has lasted."""
+    if root.phase in ENDED:
+        return ""
+    since = f"{max(0.0, time.time() - root.changed_at):.0f} s" if root.changed_at else "since its start"
+    if not root.trainer_up:
+        return "a trainer to load the model"
+    if root.phase == "starting":
+        missing = [t for t in plan.tracks if t not in root.published]
+        return f"the first version of {', '.join(missing)}"
+    if root.paused and not root.outstanding:
+        return "resume"
+    training = next((r for r in root.records if r.kind == "train"), None)
+    flights = [g for g in groups if g.kind == "train" and g.slices is None]
+    if training is not None:
+        return f"the trainer: step {root.batches + 1} ({since})"
+    if flights:
+        return f"rollout and reward of {len(flights)} groups ({since})"
+    if root.evals:
+        run = root.evals[0]
+        return f"evaluation {run.tag}: {run.done} of {run.size}"
+    if root.records:
+        return f"{root.records[0].kind} of record {root.records[0].seq} ({since})"
+    return "admission"
+
+
+def summary(client: Any, jobs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a job, newest first."""
+    with client.pipeline(transaction=False) as pipe:
+        for job in jobs:
+            pipe.hget(JobKeys(job).state, "snapshot")
+        snapshots = pipe.execute()
+    out = []
+    for (job, facts), packed in zip(jobs.items(), snapshots, strict=True):
+        root = unpack(packed, Root) if packed else Root()
+        out.append({"id": job, **facts, "state": root.phase, "step": root.batches, "reason": root.reason})
+    return sorted(out, key=lambda row: -row["created"])

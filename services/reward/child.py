@@ -1,0 +1,136 @@
+"""`python -m services.reward.child`: a consumer for every scorer stream of every job that has not ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+import msgspec
+import redis
+
+from services.reward.handler import ScoreHandler
+from shared.agent.process import guard_parent
+from shared.config.problems import BadInput
+from shared.config.sections import Reward
+from shared.config.settings import Settings, from_environment
+from shared.wire.bodies import BodyStore, open_bodies
+from shared.wire.client import AWAY, connect
+from shared.wire.codec import pack
+from shared.wire.consumer import Consumer, Policy
+from shared.wire.envelope import Failure
+from shared.wire.keys import JOBS, JobKeys
+
+log = logging.getLogger(__name__)
+
+ENDED = ("done", "failed", "cancelled")
+
+
+class Stream:
+    """One scorer of one job: handler, consumer, thread."""
+
+    def __init__(self, settings: Settings, job: str, name: str, reward: Reward) -> None:
+        keys, client = JobKeys(job), connect(settings.redis_url)
+        store = BodyStore(client, keys, open_bodies(settings.bodies, job))
+        self.handler = ScoreHandler(reward.scorers[name], store, f"{socket.gethostname()}-{os.getpid()}")
+        policy = Policy(stall_s=2 * reward.scorers[name].timeout_s + 60)
+        self.consumer = Consumer(
+            lambda: connect(settings.redis_url), keys, f"reward.{name}", self.handler, None, policy
+        )
+        self.thread = threading.Thread(target=self.consumer.run, name=f"{job} {name}", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.consumer.stop()
+
+    def join(self) -> None:
+        self.thread.join(40)
+        self.handler.close()
+
+
+class Watcher:
+    """Starts a stream for each scorer that this child serves, and stops those of jobs that have ended."""
+
+    def __init__(self, settings: Settings, served: frozenset[str] | None) -> None:
+        self.settings, self.served = settings, served
+        self.client = connect(settings.redis_url)
+        self.streams: dict[tuple[str, str], Stream] = {}
+        self.rewards: dict[str, Reward | None] = {}
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        """Looks every fifth of a second; unblocked by SIGTERM."""
+        while not self.stopping.wait(0.2):
+            try:
+                self.look()
+            except AWAY:
+                log.warning("Redis is away")
+        for stream in self.streams.values():
+            stream.stop()
+        for stream in self.streams.values():
+            stream.join()
+
+    def look(self) -> None:
+        wanted = {(job, name) for job in self._active() for name in self._names(job)}
+        for key in self.streams.keys() - wanted:
+            stream = self.streams.pop(key)
+            stream.stop()
+            stream.join()
+        for job, name in sorted(wanted - self.streams.keys()):
+            self._start(job, name)
+        dead = [key for key, stream in self.streams.items() if not stream.thread.is_alive()]
+        if dead:
+            raise SystemExit(f"consumers ended by themselves: {dead}")  # the agent starts this child again
+
+    def _active(self) -> list[str]:
+        jobs = [raw.decode() for raw in self.client.hkeys(JOBS)]
+        with self.client.pipeline(transaction=False) as pipe:
+            for job in jobs:
+                pipe.hget(JobKeys(job).state, "snapshot")
+            snapshots = pipe.execute()
+        return [j for j, s in zip(jobs, snapshots, strict=True) if s is None or _phase(s) not in ENDED]
+
+    def _names(self, job: str) -> list[str]:
+        """Component names of the job whose scorer this child serves."""
+        if job not in self.rewards:
+            packed = self.client.get(JobKeys(job).doc)
+            if packed is None:
+                return []
+            section = msgspec.msgpack.decode(packed)["recipe"].get("reward")
+            self.rewards[job] = None if section is None else Reward.model_validate(section)
+        reward = self.rewards[job]
+        scorers = reward.scorers if reward is not None else {}
+        return [name for name, s in scorers.items() if self.served is None or s.name in self.served]
+
+    def _start(self, job: str, name: str) -> None:
+        reward = self.rewards[job]
+        assert reward is not None
+        try:
+            self.streams[job, name] = Stream(self.settings, job, name, reward)
+        except (BadInput, LookupError, ImportError) as error:
+            event = Failure(origin=f"reward.{name}", error=f"the scorer cannot be made: {error}", fatal=True)
+            self.client.xadd(JobKeys(job).inbox, {"e": pack(event)})
+            self.rewards[job] = None
+
+
+def _phase(snapshot: Any) -> str:
+    return str(msgspec.msgpack.decode(snapshot).get("phase", "starting"))
+
+
+def main() -> None:
+    guard_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    names = os.environ.get("UNIMESH_SCORERS", "")
+    watcher = Watcher(from_environment(), frozenset(names.split(",")) if names else None)
+    signal.signal(signal.SIGTERM, lambda *_: watcher.stopping.set())
+    try:
+        watcher.run()
+    except redis.RedisError as error:
+        raise SystemExit(f"Redis refused: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

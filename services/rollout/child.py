@@ -1,0 +1,63 @@
+"""`python -m services.rollout.child`: one engine for one job's track, and the consumer of its stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.agent.process import guard_parent
+
+
+def main() -> None:
+    guard_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    import torch
+
+    import shared.models.ar.generate  # noqa: F401  (the slow imports are done before there is work)
+    from shared.config.settings import from_environment
+
+    settings = from_environment()
+    torch.set_num_threads(settings.threads)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return
+    order = json.loads(line)
+    run(settings, order["assignment"], order["agent"])
+
+
+def run(settings: Any, assignment: dict[str, str], agent: str) -> None:
+    """Serves the job's stream until SIGTERM."""
+    from services.rollout.engines import ENGINES
+    from services.rollout.handler import RolloutHandler
+    from shared.config import specs
+    from shared.config.sections import Rollout
+    from shared.weights.store import WeightStore
+    from shared.wire.bodies import BodyStore, open_bodies
+    from shared.wire.client import connect
+    from shared.wire.consumer import Consumer, Policy
+    from shared.wire.keys import JobKeys
+
+    job, track = assignment["job"], assignment["track"]
+    keys, client = JobKeys(job), connect(settings.redis_url)
+    doc = msgspec.msgpack.decode(client.get(keys.doc))
+    section = Rollout.model_validate(doc["recipe"]["rollout"])
+    params = specs.check("engine", section.engine.name, section.engine.params, "rollout.engine")
+    weights = Path(doc["weights"]) if doc["weights"] else None
+    engine = ENGINES[section.engine.name](doc["recipe"], Path(doc["files"]), weights, params)
+    store = BodyStore(client, keys, open_bodies(settings.bodies, job))
+    handler = RolloutHandler(engine, WeightStore(settings.weights(job), track), store, track, agent)
+    policy = Policy(stall_s=section.stall_s, deadline_s=section.deadline_s)
+    consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)
+    signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
+    consumer.run()
+    handler.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Engines by name. Each is imported only in a child that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from services.rollout.engines.base import Engine
+
+
+def transformers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> Engine:
+    from services.rollout.engines.transformers_engine import TransformersEngine
+    from shared.models.ar.bundle import load
+
+    model = recipe["model"]
+    return TransformersEngine(load(files, weights, model["dtype"], model["attention"]), params)
+
+
+ENGINES: dict[str, Callable[[dict[str, Any], Any, Any, Any], Engine]] = {"transformers": transformers}

@@ -1,0 +1,32 @@
+"""What an engine is: slices in, filled slices out. It never sees a message, a lease or a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from shared.types.sample import Sample
+
+Slice = list[Sample]
+
+
+class Engine(Protocol):
+    def submit(self, samples: Slice, alone: bool = False) -> Future[Slice]:
+        """The filled slice. `alone`: computed by itself, so that its result depends on it alone."""
+        ...
+
+    def capacity(self) -> int:
+        """Most slices that it wants at once."""
+        ...
+
+    def adopt(self, track: str, version: int, shards: Sequence[Path]) -> None:
+        """Loads a version. Waits for what has been submitted."""
+        ...
+
+    def progressed(self) -> float:
+        """time.monotonic() of the last token."""
+        ...
+
+    def close(self) -> None: ...

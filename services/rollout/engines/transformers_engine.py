@@ -1,0 +1,163 @@
+"""The `transformers` engine: a thread that gathers what was submitted and generates it in batches of like length."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from services.rollout.engines.base import Slice
+from shared.config.builtin import Engine as EngineParams
+from shared.models.ar.bundle import Bundle, assign
+from shared.models.ar.generate import Completion, generate
+from shared.models.ar.philox import sample_seed
+from shared.types.params import ARSamplingParams
+from shared.types.part import Text
+from shared.types.sample import Sample
+from shared.types.segments import TextSegment
+
+Item = tuple[Slice, bool, "Future[Slice]"]
+
+
+class TransformersEngine:
+    def __init__(self, bundle: Bundle, params: EngineParams) -> None:
+        self.bundle, self.params = bundle, params
+        self.version = -1
+        self.queue: SimpleQueue[Item | None] = SimpleQueue()
+        self.waiting: list[Item] = []
+        self.progress = time.monotonic()
+        self.quiet = threading.Condition()
+        self.running = 0
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+
+    def submit(self, samples: Slice, alone: bool = False) -> Future[Slice]:
+        future: Future[Slice] = Future()
+        with self.quiet:
+            self.running += 1
+        self.queue.put((samples, alone, future))
+        return future
+
+    def capacity(self) -> int:
+        return self.params.max_batch_rows
+
+    def adopt(self, track: str, version: int, shards: Sequence[Path]) -> None:
+        with self.quiet:
+            self.quiet.wait_for(lambda: self.running == 0)
+        assign(self.bundle.model, shards)
+        self.version = version
+
+    def progressed(self) -> float:
+        return self.progress
+
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join(5)
+
+    # the engine's thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Waits for a submit, then `batch_wait_ms` for more like it."""
+        while (batch := self._gather()) is not None:
+            self.progress = time.monotonic()
+            try:
+                filled = self._generate([samples for samples, _, _ in batch])
+                for (_, _, future), samples in zip(batch, filled, strict=True):
+                    future.set_result(samples)
+            except Exception as error:  # the thread's outer loop: whatever a model raises belongs to these slices
+                for _, _, future in batch:
+                    future.set_exception(error)
+            with self.quiet:
+                self.running -= len(batch)
+                self.quiet.notify_all()
+
+    def _gather(self) -> list[Item] | None:
+        if not self.waiting:
+            first = self.queue.get()
+            if first is None:
+                return None
+            self.waiting.append(first)
+        deadline = time.monotonic() + self.params.batch_wait_ms / 1000
+        while sum(_rows(item[0]) for item in self.waiting) < self.params.max_batch_rows:
+            try:
+                item = self.queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                break
+            if item is None:
+                self.queue.put(None)
+                break
+            self.waiting.append(item)
+        return self._choose()
+
+    def _choose(self) -> list[Item]:
+        """The oldest slice and those that may share its batch: equal parameters, like lengths, within the row limit."""
+        head = self.waiting[0]
+        if head[1]:
+            return [self.waiting.pop(0)]
+        key, length = _batch_key(head[0]), _length(head[0])
+        chosen: list[Item] = []
+        rows = 0
+        for item in self.waiting:
+            alike = not item[1] and _batch_key(item[0]) == key
+            near = max(length, _length(item[0])) <= self.params.length_bucket * min(length, _length(item[0])) + 8
+            if alike and near and (not chosen or rows + _rows(item[0]) <= self.params.max_batch_rows):
+                chosen.append(item)
+                rows += _rows(item[0])
+        taken = {id(item) for item in chosen}
+        self.waiting = [item for item in self.waiting if id(item) not in taken]
+        return chosen
+
+    def _generate(self, slices: list[Slice]) -> list[Slice]:
+        samples = [sample for group in slices for sample in group]
+        params = samples[0].frontier.sampling_params
+        if not isinstance(params, ARSamplingParams):
+            raise ValueError(f"the transformers engine cannot do {type(params).__name__}")
+        prompts: dict[bytes, int] = {}
+        tokens, rows, seeds = [], [], []
+        for sample in samples:
+            for row, sample_id in enumerate(sample.frontier.sample_ids):
+                prompt = sample.conditioning(row)
+                place = prompts.setdefault(prompt.tobytes(), len(prompts))
+                if place == len(tokens):
+                    tokens.append(prompt)
+                rows.append(place)
+                seeds.append(sample_seed(params.seed, sample_id))
+        completions = generate(self.bundle, tokens, rows, seeds, params, self._tick)
+        taken = iter(completions)
+        return [[self._fill(s, [next(taken) for _ in s.frontier.sample_ids]) for s in group] for group in slices]
+
+    def _fill(self, sample: Sample, completions: list[Completion]) -> Sample:
+        texts = self.bundle.tokenizer.decode_batch([c.tokens for c in completions], skip_special_tokens=True)
+        segment = TextSegment(
+            tokens=np.asarray([t for c in completions for t in c.tokens], np.int32),
+            lengths=np.asarray([len(c.tokens) for c in completions], np.int32),
+            log_probs=np.asarray([p for c in completions for p in c.log_probs], np.float32),
+            finish_reasons=tuple(c.finish for c in completions),
+        )
+        return sample.fill(
+            segment,
+            primitives={"text": tuple(map(Text, texts))},
+            status=tuple("ok" if c.finish == "stop" else "truncated" for c in completions),
+            output_version=np.full(len(completions), self.version, np.int64),
+        )
+
+    def _tick(self) -> None:
+        self.progress = time.monotonic()
+
+
+def _rows(samples: Slice) -> int:
+    return sum(len(s.frontier) for s in samples)
+
+
+def _length(samples: Slice) -> int:
+    """Longest prompt, by its Parts' tokens."""
+    return max(int(s.parts[0].text_segment.lengths.max()) for s in samples)
+
+
+def _batch_key(samples: Slice) -> object:
+    return samples[0].frontier.sampling_params

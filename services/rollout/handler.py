@@ -1,0 +1,149 @@
+"""Between messages and the engine: bodies in, the right weights adopted, filled bodies out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import groupby
+from queue import SimpleQueue
+
+from services.rollout.engines.base import Engine, Slice
+from shared.types.params import ARSamplingParams
+from shared.types.part import Part
+from shared.types.sample import Sample
+from shared.types.segments import TextSegment
+from shared.weights.store import WeightStore
+from shared.wire import codec
+from shared.wire.bodies import BodyStore
+from shared.wire.envelope import Envelope, Need, PartHead, SliceHead
+from shared.wire.errors import BodyLost
+from shared.wire.hops import Filled, Result, Work
+
+Pair = tuple[Work, "Future[Result]"]
+
+
+class VersionMissing(RuntimeError):
+    """The weights that a message needs did not appear in the store."""
+
+
+class RolloutHandler:
+    """Works in order of arrival; messages are issued in version order, so versions only rise (but for pinned evaluations)."""
+
+    def __init__(
+        self, engine: Engine, weights: WeightStore, bodies: BodyStore, track: str, worker: str, patience_s: float = 120
+    ) -> None:
+        self.engine, self.weights, self.bodies = engine, weights, bodies
+        self.track, self.worker, self.patience_s = track, worker, patience_s
+        self.held: tuple[int, int] | None = None
+        """(incarnation, version) that the engine has."""
+        self.queue: SimpleQueue[list[Pair] | None] = SimpleQueue()
+        self.progress = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name="rollout", daemon=True)
+        self.thread.start()
+
+    def capacity(self) -> int:
+        return self.engine.capacity()
+
+    def progressed(self) -> float:
+        return max(self.progress, self.engine.progressed())
+
+    def submit(self, works: Sequence[Work]) -> Sequence[Future[Result]]:
+        self.progress = time.monotonic()
+        pairs: list[Pair] = [(work, Future()) for work in works]
+        self.queue.put(pairs)
+        return [future for _, future in pairs]
+
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join(5)
+        self.engine.close()
+
+    def _run(self) -> None:
+        """Waits for works; adopts what they need, one version after the other."""
+        while (pairs := self.queue.get()) is not None:
+            for (incarnation, need), same in groupby(pairs, lambda pair: self._need(pair[0].envelope)):
+                batch = list(same)
+                try:
+                    self._adopt(incarnation, need)
+                except Exception as error:  # the thread's outer loop: the version is missing, damaged or does not fit
+                    for _, future in batch:
+                        future.set_exception(error)
+                    continue
+                for work, future in batch:
+                    self._start(work, future)
+
+    def _need(self, envelope: Envelope) -> tuple[int, Need]:
+        return envelope.incarnation, envelope.needs[self.track]
+
+    def _adopt(self, incarnation: int, need: Need) -> None:
+        """Pulls the version that is needed, unless it is held."""
+        if self.held is not None and self.held[0] == incarnation:
+            version = self.held[1]
+            if version == need.version or (need.how == "at_least" and version > need.version):
+                return
+        wanted = self._wait(incarnation, need)
+        with self.weights.leased(incarnation, wanted, self.worker):
+            shards = self.weights.open(incarnation, wanted)
+            self.engine.adopt(self.track, wanted, shards)
+        self.held = (incarnation, wanted)
+        self.progress = time.monotonic()
+
+    def _wait(self, incarnation: int, need: Need) -> int:
+        """The version to take: exactly the needed one, or the newest that is at least it."""
+        deadline = time.monotonic() + self.patience_s
+        while time.monotonic() < deadline:
+            found = self.weights.versions(incarnation)
+            if need.version in found and need.how == "exactly":
+                return need.version
+            if need.how == "at_least" and found and found[-1] >= need.version:
+                return found[-1]
+            self.progress = time.monotonic()
+            time.sleep(0.02)
+        raise VersionMissing(f"version {need.version} of {self.track} did not appear within {self.patience_s:g} s")
+
+    def _start(self, work: Work, future: Future[Result]) -> None:
+        started = time.monotonic()
+        try:
+            body = work.inline
+            if body is None:
+                ref = work.envelope.head.body
+                if ref is None:
+                    raise BodyLost("the message names no body")
+                body = bytes(self.bodies.load(ref))
+            samples = codec.decode(body, list[Sample])
+        except (BodyLost, ValueError) as error:
+            future.set_exception(error)
+            return
+
+        def finish(done: Future[Slice]) -> None:
+            error = done.exception()
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(filled(done.result(), self.worker, time.monotonic() - started))
+
+        self.engine.submit(samples, alone=work.envelope.deterministic).add_done_callback(finish)
+
+
+def filled(samples: Slice, worker: str, seconds: float) -> Filled:
+    """Head and body of a filled slice. Samples of one shape share their Parts; otherwise turns are merged by number."""
+    depth = max(len(s.gen_parts) for s in samples)
+    parts = tuple(_part_head([s.gen_parts[k] for s in samples if len(s.gen_parts) > k]) for k in range(depth))
+    head = SliceHead(parts=parts, worker=worker, seconds={"rollout": seconds})
+    return Filled(head, codec.encode_parts(samples))
+
+
+def _part_head(parts: Sequence[Part]) -> PartHead:
+    first = parts[0]
+    segments = [p.segment for p in parts if isinstance(p.segment, TextSegment)]
+    params = first.sampling_params
+    return PartHead(
+        ids=tuple(i for p in parts for i in p.sample_ids),
+        track=first.track or "",
+        lengths=tuple(int(n) for segment in segments for n in segment.lengths),
+        versions=tuple(int(v) for p in parts if p.output_version is not None for v in p.output_version),
+        status=tuple(s for p in parts for s in p.status or ()),
+        max_new_tokens=params.max_new_tokens if isinstance(params, ARSamplingParams) else 0,
+    )

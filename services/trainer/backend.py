@@ -1,0 +1,87 @@
+"""FSDP2 around the bundle's modules, in place. With one rank there is nothing to shard and nothing is wrapped."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from services.trainer.world import World
+from shared.models.ar.bundle import Bundle, exported
+
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Backend:
+    """Parameters, gradients and state dicts of one bundle over the world's ranks.
+
+    Gradient reductions are sums: the loss is already divided by global denominators.
+    """
+
+    def __init__(self, bundle: Bundle, world: World, dtype: str) -> None:
+        self.bundle, self.world, self.model = bundle, world, bundle.model
+        self.tied = bundle.tied
+        self.autocast = dtype == "bfloat16"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model.to(device)
+        if world.size > 1:
+            self._shard(device)
+
+    def _shard(self, device: str) -> None:
+        mesh = init_device_mesh(device, (self.world.size,))
+        blocks = set(self.model._no_split_modules or ())
+        for module in list(self.model.modules()):
+            if type(module).__name__ in blocks:
+                fully_shard(module, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                # torch 2.13 averages on gloo by default; the factor alone is refused there, the forced sum is exact
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+
+    def computing(self) -> Any:
+        if not self.autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(self.model.device.type, torch.bfloat16)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The full state dict on the CPU, copied, each tensor once (empty on other ranks than 0). All ranks must call it."""
+        if self.world.size == 1:
+            state = self.model.state_dict()
+            return {n: v.clone() for n, v in exported(state, self.tied).items()}
+        state = get_model_state_dict(self.model, options=_FULL)
+        return exported(state, self.tied)
+
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        """The inverse of weights(): rank 0's state to all ranks."""
+        whole = dict(state)
+        if self.world.first:
+            for name, value in self.model.state_dict(keep_vars=True).items():
+                if name in self.tied:
+                    twin = next(n for n, v in self.model.state_dict(keep_vars=True).items() if v is value)
+                    whole[name] = whole[twin]
+        options = _LOAD if self.world.size > 1 else StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, whole, options=options)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return dict(get_optimizer_state_dict(self.model, optimizer, options=_FULL))
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        options = _LOAD if self.world.size > 1 else StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, optimizer, state, options=options)

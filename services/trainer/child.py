@@ -1,0 +1,153 @@
+"""`python -m services.trainer.child`: one rank of a trainer's world. Rank 0 is the agent's child and starts the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.agent.process import PARENT, guard_parent
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    guard_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    import torch
+
+    import services.trainer.loop  # noqa: F401  (the slow imports are done before there is work)
+    from shared.config.settings import from_environment
+
+    settings = from_environment()
+    line = os.environ.get("UNIMESH_ORDER", "").encode() or sys.stdin.buffer.readline()
+    if not line:
+        return
+    order = json.loads(line)
+    torch.set_num_threads(settings.threads)
+    run(settings, order["assignment"], order["agent"], line.decode())
+
+
+def run(settings: Any, assignment: dict[str, str], agent: str, order: str) -> None:
+    """Until `stop`, SIGTERM, or a newer trainer."""
+    from shared.wire.client import connect
+    from shared.wire.keys import JobKeys
+
+    client = connect(settings.redis_url)
+    doc = msgspec.msgpack.decode(client.get(JobKeys(assignment["job"]).doc))
+    ranks = int(doc["recipe"]["placement"]["trainer_ranks"])
+    others = _start_others(ranks, order) if ranks > 1 and "RANK" not in os.environ else []
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    trainer = build(settings, assignment, agent, doc, client, stopping)
+    try:
+        trainer.start()
+        trainer.run()
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+        log.exception("training failed")
+        trainer.fail(error)
+        raise SystemExit(3) from error
+    trainer.world.close()
+    for process in others:
+        process.wait(30)
+
+
+def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, client: Any, stopping: Any) -> Any:
+    """The trainer of this rank, its model loaded."""
+    from services.trainer.algorithms import ALGORITHMS
+    from services.trainer.backend import Backend
+    from services.trainer.link import Link
+    from services.trainer.loop import Trainer
+    from services.trainer.publisher import Publisher
+    from services.trainer.stack import TrainStack
+    from services.trainer.world import World
+    from shared.agent.registry import Assignment
+    from shared.config import specs
+    from shared.config.sections import Component, Model, Train, Weights
+    from shared.models.ar.bundle import copy_side_files, load
+    from shared.weights.store import WeightStore
+    from shared.wire.bodies import BodyStore, open_bodies
+    from shared.wire.codec import pack
+    from shared.wire.keys import JobKeys
+
+    job, recipe, plan = assignment["job"], doc["recipe"], doc["plan"]
+    track = plan["tracks"][0]
+    world, keys = World(), JobKeys(job)
+    link = None
+    if world.first:
+        bodies = BodyStore(client, keys, open_bodies(settings.bodies, job))
+        link = Link(client, keys, bodies, agent, pack(Assignment(**assignment)))  # type: ignore[arg-type]
+    section, model = Train.model_validate(recipe["train"]), Model.model_validate(recipe["model"])
+    try:
+        bundle = load(Path(doc["files"]), Path(doc["weights"]) if doc["weights"] else None, model.dtype, model.attention)
+        backend = Backend(bundle, world, model.dtype)
+        named = Component(name=recipe["algorithm"]["name"], params=recipe["algorithm"]["params"])
+        algorithm = ALGORITHMS[named.name](specs.check("algorithm", named.name, named.params, "algorithm"))
+    except (ValueError, OSError) as error:
+        _give_up(link, f"the model cannot be loaded: {error}")
+        raise
+    temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
+    total = plan["steps"] * section.num_updates_per_batch
+    stack = TrainStack(backend, algorithm, section, world, total, temperature)
+    publisher = None
+    incarnation = int(client.hget(keys.meta, "incarnation"))
+    if link is not None:
+        store = WeightStore(settings.weights(job), track)
+        copy_side_files(Path(doc["files"]), store.files)
+        keep = Weights.model_validate(recipe["weights"]).keep
+        publisher = Publisher(store, incarnation, keep, plan["need"] == "at_least", link.report)
+    return Trainer(
+        track=track,
+        stack=stack,
+        backend=backend,
+        world=world,
+        checkpoints=settings.checkpoints(job),
+        keep_checkpoints=section.keep_checkpoints,
+        incarnation=incarnation,
+        link=link,
+        publisher=publisher,
+        stopping=stopping.is_set,
+    )
+
+
+def _give_up(link: Any, error: str) -> None:
+    from shared.wire.envelope import Failure
+
+    if link is not None:
+        link.report(Failure(origin="trainer", error=error, fatal=True))
+
+
+def _start_others(ranks: int, order: str) -> list[subprocess.Popen[bytes]]:
+    """Ranks 1 … n-1 on this host, by torchrun's environment contract. If one ends early, so does this one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0")
+    started = []
+    for rank in range(1, ranks):
+        env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "UNIMESH_ORDER": order, PARENT: str(os.getpid())}
+        started.append(subprocess.Popen([sys.executable, "-m", "services.trainer.child"], env=env))
+
+    def watch() -> None:
+        while True:
+            time.sleep(0.5)
+            if any(process.poll() not in (None, 0) for process in started):
+                log.error("a rank has died; ending all")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="ranks", daemon=True).start()
+    return started
+
+
+if __name__ == "__main__":
+    main()

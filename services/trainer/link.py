@@ -1,0 +1,99 @@
+"""Rank 0's line to Redis: the train log in, words to the controller out, every one of them fenced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from shared.wire.bodies import BodyStore
+from shared.wire.client import AWAY, answered
+from shared.wire.codec import Buffer, pack, unpack
+from shared.wire.envelope import LogEntry, Message, RolledBack
+from shared.wire.errors import BodyLost
+from shared.wire.keys import JobKeys, assignment
+from shared.wire.scripts import Scripts, text
+
+POLL_MS = 1000
+
+
+class Fenced(SystemExit):
+    """A newer trainer has the job."""
+
+
+class Link:
+    """Reads the log from `applied_seq` on. No consumer group: what has been applied is the checkpoint's to know."""
+
+    def __init__(self, client: Any, keys: JobKeys, store: BodyStore, agent: str, packed_assignment: bytes) -> None:
+        self.client, self.keys, self.store = client, keys, store
+        self.scripts = Scripts(client)
+        self.lock = threading.Lock()
+        self.fence = uuid4().hex
+        self.seq, self.entry_id = 0, ""
+        answer = answered(
+            lambda: self.scripts.run("fence", [assignment(agent), keys.meta], packed_assignment, self.fence)
+        )
+        if text(answer) != "OK":
+            raise Fenced("the assignment is no longer this worker's")
+
+    @property
+    def incarnation(self) -> int:
+        return int(answered(lambda: self.client.hget(self.keys.meta, "incarnation")))
+
+    def report(self, *events: Message) -> None:
+        """Into the controller's inbox, if this is still the job's trainer."""
+        packed = [pack(event) for event in events]
+        with self.lock:
+            answer = answered(lambda: self.scripts.report(self.keys, self.fence, packed))
+        if answer != "OK":
+            raise Fenced("a newer trainer has the job")
+
+    def next(self) -> LogEntry | RolledBack | None:
+        """The next record; None after a second without one; RolledBack if the log is not the one that was applied."""
+        try:
+            answer = self.client.xread({self.keys.log: f"{self.seq}-0"}, count=1, block=POLL_MS)
+            if not answer:
+                return self._lost()
+        except AWAY:
+            return None
+        [(_, [(entry_id, fields)])] = answer
+        entry = unpack(fields[b"e"], LogEntry)
+        if text(entry_id) != f"{self.seq + 1}-0" or entry.previous != self.entry_id:
+            detail = f"record {entry.seq} follows {entry.previous!r}, applied was {self.seq} {self.entry_id!r}"
+            return RolledBack(seq=self.seq, detail=detail)
+        return entry
+
+    def _lost(self) -> RolledBack | None:
+        """On an idle poll: the record applied last must still be there, or lie below the trimmed part."""
+        if self.seq == 0:
+            return None
+        found = self.client.xrange(self.keys.log, f"{self.seq}-0", f"{self.seq}-0")
+        if found:
+            entry = unpack(found[0][1][b"e"], LogEntry)
+            same = entry.id == self.entry_id
+            return None if same else RolledBack(seq=self.seq, detail=f"record {self.seq} is now {entry.id!r}")
+        newest = self._newest()
+        if newest >= self.seq:
+            return None  # trimmed: a complete checkpoint covers it
+        return RolledBack(seq=self.seq, detail=f"the log ends at {newest}, record {self.seq} was applied")
+
+    def _newest(self) -> int:
+        if not self.client.exists(self.keys.log):
+            return 0
+        info = self.client.xinfo_stream(self.keys.log)
+        return int(text(info["last-generated-id"]).partition("-")[0])
+
+    def applied(self, entry: LogEntry) -> None:
+        self.seq, self.entry_id = entry.seq, entry.id
+
+    def bodies(self, entry: LogEntry) -> list[Buffer]:
+        """Of all slices, in order. BodyLost if one is gone."""
+        refs = [piece.head.body for piece in entry.slices]
+        known = [ref for ref in refs if ref is not None]
+        if len(known) != len(refs):
+            raise BodyLost(f"record {entry.seq} names a slice without a body")
+        return self._load(known)
+
+    def _load(self, refs: Sequence[Any]) -> list[Buffer]:
+        return answered(lambda: self.store.load_many(refs))

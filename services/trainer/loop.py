@@ -1,0 +1,177 @@
+"""The trainer's loop, the same on every rank: one control word, then what it says."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors.torch import load_file, save_file
+
+from services.trainer import checkpoint
+from services.trainer.backend import Backend
+from services.trainer.batch import Batch
+from services.trainer.checkpoint import Position
+from services.trainer.link import Link
+from services.trainer.publisher import Publisher
+from services.trainer.stack import StepResult, TrainStack
+from services.trainer.world import World
+from shared.wire.codec import Buffer, pack, unpack
+from shared.wire.envelope import Failure, LogEntry, RolledBack, Saved, Started, Trained
+from shared.wire.errors import BodyLost
+
+log = logging.getLogger(__name__)
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells all ranks."""
+
+    kind: str
+    """nop, record, or quit (stop without an answer)."""
+    entry: LogEntry | None = None
+    bodies: tuple[bytes, ...] = ()
+    """Small bodies of the record, which only rank 0 can read; empty with one rank."""
+
+
+@dataclass
+class Trainer:
+    """One track's stack, its checkpoints and its publisher. `link` and `publisher` are rank 0's alone."""
+
+    track: str
+    stack: TrainStack
+    backend: Backend
+    world: World
+    checkpoints: Path
+    keep_checkpoints: int
+    incarnation: int
+    link: Link | None
+    publisher: Publisher | None
+    stopping: Any
+    """Callable: whether SIGTERM has come."""
+    opened: list[Buffer] | None = None
+
+    def run(self) -> None:
+        """Waits for: records of the log (rank 0), control words (the others). Unblocked by: the controller's commit."""
+        while True:
+            word = unpack(self.world.share(pack(self._next()) if self.link is not None else None), Word)
+            if word.kind == "quit":
+                return
+            if word.entry is not None:
+                self.opened = list(word.bodies) or self.opened
+                if not self._apply(word.entry):
+                    return
+
+    def _next(self) -> Word:
+        assert self.link is not None and self.publisher is not None
+        if self.stopping():
+            return Word(kind="quit")
+        self.publisher.check()
+        entry = self.link.next()
+        if entry is None:
+            return Word(kind="nop")
+        if isinstance(entry, RolledBack):
+            self.link.report(entry)
+            return Word(kind="quit")
+        try:
+            self.opened = self.link.bodies(entry)
+        except BodyLost as error:
+            self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
+            return Word(kind="quit")
+        shared = self.opened if self.world.size > 1 else []
+        return Word(kind="record", entry=entry, bodies=tuple(map(bytes, shared)))
+
+    def _apply(self, entry: LogEntry) -> bool:
+        """One record; False after `stop`."""
+        match entry.kind:
+            case "train":
+                self._train(entry)
+            case "publish":
+                self.publish()
+            case "checkpoint":
+                self._save(entry)
+        if self.link is not None:
+            self.link.applied(entry)
+        return entry.kind != "stop"
+
+    def _train(self, entry: LogEntry) -> None:
+        started = time.monotonic()
+        opened = self.opened or []
+        result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i]))
+        if self.link is not None:
+            self.link.report(self._trained(entry, result, time.monotonic() - started))
+
+    def _trained(self, entry: LogEntry, result: StepResult, seconds: float) -> Trained:
+        return Trained(
+            seq=entry.seq,
+            id=entry.id,
+            versions={self.track: self.stack.progress.version},
+            updates={self.track: result.updates},
+            metrics=result.metrics,
+            reason=result.reason,
+            seconds=seconds,
+        )
+
+    def publish(self) -> None:
+        """A snapshot now, the writing in the publisher's thread."""
+        weights = self.backend.weights()
+        if self.publisher is not None:
+            self.publisher.publish(self.stack.progress.version, weights)
+
+    def _save(self, entry: LogEntry) -> None:
+        weights, optimizer = self.backend.weights(), self.backend.optimizer_state(self.stack.optimizer)
+        if self.link is None or self.publisher is None:
+            return
+        self.publisher.flush()
+        versions = {self.track: self.stack.progress.version}
+        position = Position(self.incarnation, entry.seq, entry.id, versions)
+        with checkpoint.writing(self.checkpoints, position) as folder:
+            save_file(weights, folder / "model.safetensors")
+            checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
+            save_file({"cpu": checkpoint.rng_state()}, folder / "rng.safetensors")
+            (folder / checkpoint.STATE_FILE).write_bytes(entry.state)
+        self.link.report(Saved(seq=entry.seq))
+        checkpoint.prune(self.checkpoints, self.keep_checkpoints)
+
+    def resume(self) -> Position | None:
+        """Loads the newest complete checkpoint on all ranks; None without one."""
+        folder = checkpoint.newest(self.checkpoints) if self.world.first else None
+        name = self.world.share(str(folder or "").encode() if self.world.first else None).decode()
+        if not name:
+            return None
+        found = Path(name)
+        position = checkpoint.read_position(found)
+        self.backend.load_weights(load_file(found / "model.safetensors"))
+        self.backend.load_optimizer(self.stack.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
+        self.stack.progress.version = position.versions[self.track]
+        return position
+
+    def start(self) -> None:
+        """From the checkpoint on; the incarnation's first version is in the store before anything asks for it."""
+        position = self.resume()
+        version = self.stack.progress.version
+        newest = self.publisher.store.newest(self.incarnation) if self.publisher is not None else None
+        needed = self.world.share(bytes([newest is None]) if self.world.first else None)
+        if needed == b"\x01":
+            self.publish()
+        if self.link is None or self.publisher is None:
+            return
+        self.publisher.flush()
+        if position is not None:
+            same = position.incarnation == self.incarnation
+            self.link.seq, self.link.entry_id = position.seq, position.entry_id if same else ""
+        newest = self.publisher.store.newest(self.incarnation)
+        self.link.report(
+            Started(
+                applied_seq=self.link.seq,
+                versions={self.track: version},
+                published={} if newest is None else {self.track: newest},
+                world_size=self.world.size,
+            )
+        )
+
+    def fail(self, error: BaseException) -> None:
+        if self.link is not None:
+            self.link.report(Failure(origin="trainer", error=f"{type(error).__name__}: {error}", fatal=True))

@@ -1,0 +1,172 @@
+"""A service's agent: torch-free, registers itself, takes an assignment, runs one child for it, and starts it again if it dies.
+
+The child is started before there is work, so that its imports are done when an assignment comes; it reads the assignment as
+one line of JSON from its standard input. Whatever a model does takes a child, never the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import redis
+
+from shared.agent.backoff import Backoff
+from shared.agent.process import Child
+from shared.agent.registry import BEAT_S, WORKER_TTL_MS, Assignment, Service, Worker
+from shared.config.settings import Settings
+from shared.wire import keys
+from shared.wire.client import RedisUnfit, check_server, connect
+from shared.wire.codec import pack, unpack
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """Waits for: its assignment key, its child's end, SIGTERM. Unblocked by: the controller's registry, the kernel."""
+
+    def __init__(
+        self,
+        service: Service,
+        settings: Settings,
+        module: str,
+        components: tuple[str, ...] = (),
+        assigned: bool = True,
+        child_env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`assigned`: the child works for one job and waits for its assignment; otherwise it serves all jobs by itself."""
+        self.service, self.settings, self.module = service, settings, module
+        self.assigned, self.components = assigned, components
+        self.env = dict(os.environ) | dict(child_env or {})
+        self.name = f"{service}-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:6]}"
+        self.client = connect(settings.redis_url)
+        self.since = time.time()
+        self.child: Child | None = None
+        self.given: Assignment | None = None
+        self.backoff = Backoff()
+        self.restarts, self.error = 0, ""
+        self.stopping = threading.Event()
+        self.reached = time.monotonic()
+
+    def run(self) -> None:
+        while not self.stopping.is_set():
+            try:
+                assignment = self.beat("working" if self.given or not self.assigned else "idle")
+                self.reached = time.monotonic()
+                self.reconcile(assignment)
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                log.warning("Redis is away: %s", error)
+                if self.given and time.monotonic() - self.reached > 10 * WORKER_TTL_MS / 1000:
+                    self.drop_child("Redis has been away too long to keep the assignment")
+            self.stopping.wait(BEAT_S)
+        self.leave()
+
+    def beat(self, state: Any) -> Assignment | None:
+        """Renews the registration; returns the current assignment."""
+        worker = Worker(
+            name=self.name,
+            service=self.service,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since=self.since,
+            state=state,
+            job=self.given.job if self.given else "",
+            assignment=self.given.id if self.given else "",
+            child=self.child.pid if self.child else 0,
+            restarts=self.restarts,
+            error=self.error,
+            components=self.components,
+            threads=self.settings.threads,
+            beat=time.time(),
+        )
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.set(keys.worker(self.name), pack(worker), px=WORKER_TTL_MS)
+            pipe.sadd(keys.WORKERS, self.name)
+            pipe.get(keys.assignment(self.name))
+            packed = pipe.execute()[2]
+        return None if packed is None else unpack(packed, Assignment)
+
+    def reconcile(self, assignment: Assignment | None) -> None:
+        """Makes the child what the assignment says."""
+        if self.given is not None and (assignment is None or assignment.id != self.given.id):
+            self.drop_child("assignment ended")
+        if self.child is not None and (code := self.child.poll()) is not None:
+            self.ended(code)
+        if self.child is None and self.backoff.ready:
+            self.child = self.spawn()
+            self.given = None
+        if self.assigned and assignment is not None and self.given is None and self.child is not None:
+            self.give(assignment)
+
+    def spawn(self) -> Child:
+        logs = self.settings.logs
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        path = logs / f"{self.name}.child.log" if logs else None
+        return Child([sys.executable, "-m", self.module], self.env, path, pipe=self.assigned)
+
+    def give(self, assignment: Assignment) -> None:
+        assert self.child is not None
+        line = msgspec.json.encode({"assignment": msgspec.to_builtins(assignment), "agent": self.name})
+        if self.child.send(line + b"\n"):
+            self.given = assignment
+            log.info("job %s: %s %s", assignment.job, assignment.role, assignment.track)
+
+    def ended(self, code: int) -> None:
+        """The child ended by itself: at once again after a clean end, with growing delays otherwise."""
+        assert self.child is not None
+        self.child.kill()
+        if code != 0:
+            delay = self.backoff.failed(time.monotonic() - self.child.started)
+            self.restarts += 1
+            self.error = f"child ended with {_named(code)}"
+            log.warning("%s; next start in %.1f s", self.error, delay)
+        self.child, self.given = None, None
+
+    def drop_child(self, why: str) -> None:
+        if self.child is not None:
+            log.info("ending the child: %s", why)
+            self.child.end(grace_s=20)
+        self.child, self.given = None, None
+
+    def leave(self) -> None:
+        """SIGTERM: the child drains, then the registration goes."""
+        try:
+            self.beat("draining")
+        except redis.RedisError as error:
+            log.warning("not told the mesh that this agent drains: %s", error)
+        self.drop_child("the agent stops")
+        try:
+            with self.client.pipeline() as pipe:
+                pipe.delete(keys.worker(self.name), keys.assignment(self.name))
+                pipe.srem(keys.WORKERS, self.name)
+                pipe.execute()
+        except redis.RedisError as error:
+            log.warning("the registration runs out by itself: %s", error)
+
+
+def _named(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def main(make: Callable[[Settings], Agent], settings: Settings) -> None:
+    """An agent's process: checks Redis, runs until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        check_server(connect(settings.redis_url))
+    except RedisUnfit as error:
+        raise SystemExit(str(error)) from error
+    agent = make(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: agent.stopping.set())
+    agent.run()
+

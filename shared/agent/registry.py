@@ -1,0 +1,44 @@
+"""What agents say of themselves, and what the controller assigns to them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Service = Literal["rollout", "reward", "trainer"]
+WORKER_TTL_MS = 6000
+"""A worker whose registration is not renewed for so long is gone."""
+BEAT_S = 0.25
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout or trainer agent is to run. `id` is random: a child belongs to exactly one assignment."""
+
+    id: str
+    job: str
+    role: Service
+    track: str
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent's registration."""
+
+    name: str
+    service: Service
+    host: str
+    pid: int
+    since: float
+    state: Literal["idle", "working", "draining"] = "idle"
+    job: str = ""
+    assignment: str = ""
+    child: int = 0
+    """Pid of its child; 0: none."""
+    restarts: int = 0
+    error: str = ""
+    """Why the last child ended; empty if none failed."""
+    components: tuple[str, ...] = ()
+    """Engines or scorers that it can run."""
+    threads: int = 1
+    beat: float = 0.0
+    """time.time() of the last beat."""

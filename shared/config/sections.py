@@ -1,0 +1,187 @@
+"""The sections of a recipe as every domain shares them. Services read the same models from the job's document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pydantic
+from pydantic import Field
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class Component(Section):
+    """A component by name with its own parameters (see `unimesh recipes`)."""
+
+    name: str
+    params: dict[str, Any] = {}
+
+
+class Model(Section):
+    path: str
+    """A model folder below the configured roots, or `job:ID`: the newest complete version of another job."""
+    track: str = "policy"
+    """Of `job:ID`: which of its tracks."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+
+
+class Data(Section):
+    source: Component
+    batch_size: int = Field(..., ge=1)
+    """Prompts (groups) a step; records for sft."""
+    chat: bool = False
+    """Render prompts with the model's chat template; otherwise they are taken as they are."""
+    system: str | None = None
+    """System message put before the prompt (chat only)."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """None: what the model's context leaves beside the completion."""
+
+
+class Sampling(Section):
+    max_new_tokens: int = Field(..., ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+
+
+class Rollout(Section):
+    engine: Component = Component(name="transformers")
+    group_size: int = Field(..., ge=1)
+    slice: int | None = Field(None, ge=1)
+    """Siblings a message; None: the whole group."""
+    sampling: Sampling
+    stall_s: float = Field(120.0, gt=0)
+    """Without a token for so long the message goes to another worker."""
+    deadline_s: float = Field(3600.0, gt=0)
+    """Longest time a message may be in one worker's hands."""
+
+
+class Scorer(Component):
+    weight: float = 1.0
+    timeout_s: float = Field(30.0, gt=0)
+    """Longest time for the rows of one message; then they have failed."""
+
+
+class Reward(Section):
+    scorers: dict[str, Scorer] = Field(..., min_length=1)
+    """By component name as it appears in the metrics; each has a stream of its own."""
+    aggregation: Literal["weighted_sum", "mean", "min", "max"] = "weighted_sum"
+    normalize_weights: bool = True
+    truncation: Literal["keep", "zero", "soft"] = "keep"
+    overlong_buffer: int = Field(4096, ge=1)
+    overlong_factor: float = 1.0
+    on_failed: Literal["exclude", "drop_group", "abort"] = "exclude"
+    propagate: Literal["mean", "max", "sum"] = "mean"
+
+
+class Advantage(Section):
+    normalize: bool = True
+    eps: float = Field(1e-8, ge=0)
+    scope: Literal["group", "global"] = "group"
+    use_global_std: bool = False
+
+
+class Algorithm(Component):
+    advantage: Advantage = Advantage()
+
+
+class Schedule(Section):
+    """How far rollout may run ahead, and when weights and checkpoints are due."""
+
+    max_staleness: int = Field(0, ge=0)
+    """Batches; 0 is synchronous."""
+    max_inflight: int | None = Field(None, ge=1)
+    """Groups; None: (max_staleness + 1) × batch_size."""
+    weight_sync_interval: int = Field(1, ge=1)
+    """Batches between publishes."""
+    max_reissues: int = Field(3, ge=0)
+    phases: Literal["stream", "barrier"] = "stream"
+    """barrier closes each phase for the whole batch before the next opens."""
+
+
+class Optimizer(Section):
+    lr: float = Field(..., gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine", "linear_warmup"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    min_ratio: float = Field(0.0, ge=0, le=1)
+    """Floor of linear and cosine decay, as a share of lr."""
+    grad_clip: float = Field(1.0, gt=0)
+
+
+class Train(Section):
+    optimizer: Optimizer
+    num_updates_per_batch: int = Field(1, ge=1)
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Sequences a forward pass and rank; None: a mini-batch at once."""
+    checkpoint_every: int = Field(0, ge=0)
+    """Steps; 0: only at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    log_budget_mb: float = Field(1024.0, gt=0)
+    """Retained bodies of the train log: at 70 % a checkpoint is made, at 100 % admission waits."""
+
+
+class Weights(Section):
+    keep: int = Field(2, ge=1)
+    """Complete versions kept besides those in use."""
+
+
+class Placement(Section):
+    layout: Literal["separate", "colocate", "trainside"] = "separate"
+    rollout: int = Field(1, ge=1)
+    """Rollout workers for the job."""
+    trainer_ranks: int = Field(1, ge=1)
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of each child; None: what the host's supervisor planned."""
+
+
+class Eval(Section):
+    source: Component
+    size: int = Field(..., ge=1)
+    """Prompts, the first of the source."""
+    at: tuple[Literal["start", "end"], ...] = ("start", "end")
+    every: int = Field(0, ge=0)
+    """Steps; 0: not in between."""
+    sampling: Sampling | None = None
+    """None: greedy, with the rollout's max_new_tokens."""
+
+
+class Logging(Section):
+    previews: int = Field(3, ge=0, le=64)
+    """Evaluation samples kept with their text."""
+
+
+class Recipe(Section):
+    """What all domains have. Each domain's own model beside its lifecycle adds its sections."""
+
+    domain: str
+    name: str = Field("", max_length=200)
+    seed: int = Field(0, ge=0)
+    steps: int = Field(..., ge=1)
+    deterministic: bool = False
+    model: Model
+    data: Data
+    train: Train
+    weights: Weights = Weights()
+    placement: Placement = Placement()
+    logging: Logging = Logging()
+
+
+class RolloutRecipe(Recipe):
+    """What domains with one rolled-out track add."""
+
+    rollout: Rollout
+    reward: Reward
+    algorithm: Algorithm
+    schedule: Schedule = Schedule()
+    eval: Eval | None = None
+
+
+class SftRecipe(Recipe):
+    algorithm: Component = Component(name="cross_entropy")
+    schedule: Schedule = Schedule()

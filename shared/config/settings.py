@@ -1,0 +1,54 @@
+"""What a service is told by its environment. Every name starts with UNIMESH_."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.config.problems import bad
+
+
+@dataclass(frozen=True)
+class Settings:
+    redis_url: str
+    state: Path
+    """Folder for weights, checkpoints and bodies; shared by the job's services."""
+    roots: tuple[Path, ...]
+    """Paths that come over HTTP must lie below one of these."""
+    bodies: str
+    """Body store URL (see shared.wire.bodies.open_bodies)."""
+    threads: int
+    """CPU threads of a child that computes."""
+    logs: Path | None
+    """Folder for the children's output; None: this process's own."""
+
+    def weights(self, job: str) -> Path:
+        return self.state / "jobs" / job / "weights"
+
+    def checkpoints(self, job: str) -> Path:
+        return self.state / "jobs" / job / "checkpoints"
+
+    def allowed(self, path: str, field: str) -> Path:
+        """The path, resolved; BadInput unless it exists below a configured root."""
+        found = Path(path).expanduser().resolve()
+        if not any(found.is_relative_to(root) for root in self.roots):
+            legal = ", ".join(map(str, self.roots)) or "none (set UNIMESH_ROOTS)"
+            raise bad(field, path, "not below a configured root", f"paths below {legal}")
+        if not found.exists():
+            raise bad(field, path, "does not exist")
+        return found
+
+
+def from_environment() -> Settings:
+    state = Path(os.environ.get("UNIMESH_STATE", ".unimesh")).resolve()
+    roots = tuple(Path(p).resolve() for p in os.environ.get("UNIMESH_ROOTS", "").split(os.pathsep) if p)
+    logs = os.environ.get("UNIMESH_LOGS")
+    return Settings(
+        redis_url=os.environ.get("UNIMESH_REDIS_URL", "redis://127.0.0.1:6379/0"),
+        state=state,
+        roots=(*roots, state),
+        bodies=os.environ.get("UNIMESH_BODIES", f"dir:{state / 'bodies'}"),
+        threads=int(os.environ.get("UNIMESH_THREADS", "0")) or max(1, os.cpu_count() or 1),
+        logs=Path(logs) if logs else None,
+    )

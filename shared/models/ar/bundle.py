@@ -1,0 +1,91 @@
+"""An autoregressive model as both sides hold it: the module, its tokenizer, and how its weights are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+"""Parameters' dtype by the recipe's: bfloat16 computes under autocast over fp32 master weights."""
+
+SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*")
+"""What makes a folder of weights a model that others can open."""
+
+
+@dataclass
+class Bundle:
+    model: Any
+    """A transformers causal language model."""
+    tokenizer: Tokenizer
+    pad: int
+    """Token id for padding; masked everywhere, so any legal id does."""
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """State-dict names that are views of others."""
+        seen: dict[int, str] = {}
+        found = set()
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) in seen:
+                found.add(name)
+            seen.setdefault(id(value), name)
+        return frozenset(found)
+
+
+def load(files: Path, weights: Path | None, dtype: str = "float32", attention: str = "sdpa") -> Bundle:
+    """The model of a folder, or with the weights of a version folder in place of the folder's own."""
+    kind = DTYPES[dtype]
+    if weights is None:
+        model = AutoModelForCausalLM.from_pretrained(files, dtype=kind, attn_implementation=attention)
+    else:
+        config = AutoConfig.from_pretrained(files)
+        model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
+        assign(model, sorted(weights.glob("*.safetensors")))
+    model.eval()
+    tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
+    pad = model.config.pad_token_id
+    return Bundle(model, tokenizer, pad if isinstance(pad, int) else 0)
+
+
+@torch.no_grad()
+def assign(model: Any, shards: Iterable[Path]) -> None:
+    """Copies a version's tensors into the model in place. ValueError names what is missing or does not fit."""
+    own = model.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    for path in shards:
+        for name, value in load_file(path).items():
+            if name not in own or own[name].shape != value.shape:
+                raise ValueError(f"tensor {name} of {path.name} does not fit the model")
+            own[name].copy_(value)
+            seen.add(id(own[name]))
+    missing = [name for name, value in own.items() if id(value) not in seen]
+    if missing:
+        raise ValueError(f"the version lacks {len(missing)} tensors, the first is {missing[0]}")
+
+
+def exported(state: Mapping[str, torch.Tensor], tied: frozenset[str]) -> dict[str, torch.Tensor]:
+    """What is saved of a state dict: every tensor once, contiguous, on the CPU."""
+    return {name: value.detach().cpu().contiguous() for name, value in state.items() if name not in tied}
+
+
+def copy_side_files(files: Path, target: Path) -> None:
+    """Config and tokenizer, once; an existing complete copy stays."""
+    if (target / "config.json").exists():
+        return
+    temporary = target.with_name(f".{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for pattern in SIDE_FILES:
+        for path in files.glob(pattern):
+            shutil.copyfile(path, temporary / path.name)
+    json.loads((temporary / "config.json").read_text())
+    temporary.rename(target)

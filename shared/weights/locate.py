@@ -1,0 +1,40 @@
+"""From a recipe's `model.path` to files: a model folder, or the newest complete version of another job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.config.problems import bad
+from shared.config.sections import Model
+from shared.config.settings import Settings
+from shared.weights.store import WeightStore
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's parts lie."""
+
+    files: Path
+    """Folder with config.json, tokenizer.json and the like."""
+    weights: Path | None
+    """Folder of a complete version in a weights store; None: the weights stand in `files`."""
+
+
+def locate(model: Model, settings: Settings, at: str = "model.path") -> ModelFiles:
+    """BadInput if the folder is not below a configured root, or lacks a config or tokenizer."""
+    if model.path.startswith("job:"):
+        job = model.path.removeprefix("job:")
+        if not job.replace("-", "").isalnum():
+            raise bad(at, model.path, "not a job id", "job:ID")
+        store = WeightStore(settings.weights(job), model.track)
+        version = store.latest()
+        if version is None:
+            raise bad(at, model.path, f"the job has published no complete version of track {model.track!r}")
+        found = ModelFiles(store.files, version)
+    else:
+        found = ModelFiles(settings.allowed(model.path, at), None)
+    for name in ("config.json", "tokenizer.json"):
+        if not (found.files / name).exists():
+            raise bad(at, model.path, f"the model folder has no {name}", "a Hugging Face model folder with its tokenizer")
+    return found

@@ -1,0 +1,174 @@
+"""The weights store: `{track}/{incarnation}/v{n}/` with safetensors shards, a manifest, and the complete marker written last.
+
+A complete version is never rewritten. Readers hold leases; garbage collection keeps the newest K and whatever is leased.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+import xxhash
+
+COMPLETE = "COMPLETE"
+MANIFEST = "manifest.json"
+LEASE_S = 120.0
+
+
+class Shard(msgspec.Struct, frozen=True):
+    file: str
+    nbytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    track: str
+    incarnation: int
+    version: int
+    kind: str = "full"
+    """full | lora | delta."""
+    base: str = ""
+    """lora and delta: what it applies to."""
+    source: str = "live"
+    """live | ema."""
+    shards: tuple[Shard, ...] = ()
+
+
+class WeightsDamaged(RuntimeError):
+    """A complete version whose bytes are not what its manifest says."""
+
+
+class WeightStore:
+    """One track of one job."""
+
+    def __init__(self, root: Path, track: str) -> None:
+        self.track, self.folder = track, root / track
+
+    @property
+    def files(self) -> Path:
+        """Config and tokenizer of the model, written once; versions hold weights only."""
+        return self.folder / "model"
+
+    def path(self, incarnation: int, version: int) -> Path:
+        return self.folder / str(incarnation) / f"v{version}"
+
+    def versions(self, incarnation: int) -> list[int]:
+        """Complete versions, ascending."""
+        folder = self.folder / str(incarnation)
+        names = [p.parent.name for p in folder.glob(f"v*/{COMPLETE}")]
+        return sorted(int(name[1:]) for name in names if name[1:].isdigit())
+
+    def newest(self, incarnation: int) -> int | None:
+        found = self.versions(incarnation)
+        return found[-1] if found else None
+
+    def latest(self) -> Path | None:
+        """Folder of the newest complete version of the newest incarnation."""
+        numbers = sorted((int(p.name) for p in self.folder.glob("*") if p.name.isdigit()), reverse=True)
+        for incarnation in numbers:
+            if (version := self.newest(incarnation)) is not None:
+                return self.path(incarnation, version)
+        return None
+
+    def publish(
+        self, incarnation: int, version: int, write: Callable[[Path], None], kind: str = "full", source: str = "live"
+    ) -> int:
+        """Writes a version: `write` puts safetensors files into a folder. Returns bytes; 0 if it was complete before."""
+        target = self.path(incarnation, version)
+        if (target / COMPLETE).exists():
+            return 0
+        temporary = target.with_name(f".{uuid4().hex}")
+        temporary.mkdir(parents=True)
+        try:
+            write(temporary)
+            shards = tuple(_shard(p) for p in sorted(temporary.glob("*.safetensors")))
+            manifest = Manifest(
+                track=self.track, incarnation=incarnation, version=version, kind=kind, source=source, shards=shards
+            )
+            _durable(temporary / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1))
+            if target.exists():  # an attempt that died before its marker
+                shutil.rmtree(target)
+            temporary.rename(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        _durable(target / COMPLETE, "")
+        return sum(s.nbytes for s in shards)
+
+    def open(self, incarnation: int, version: int, verify: bool = True) -> list[Path]:
+        """Shards of a complete version, checksums verified. FileNotFoundError if it is not there (yet)."""
+        return open_version(self.path(incarnation, version), verify)
+
+    @contextmanager
+    def leased(self, incarnation: int, version: int, holder: str) -> Iterator[None]:
+        """Keeps the version from being collected while it is read."""
+        self.hold(incarnation, version, holder)
+        try:
+            yield
+        finally:
+            self.release(incarnation, version, holder)
+
+    def hold(self, incarnation: int, version: int, holder: str) -> None:
+        """Takes or renews a lease of LEASE_S seconds."""
+        lease = self._lease(incarnation, version, holder)
+        lease.parent.mkdir(parents=True, exist_ok=True)
+        lease.touch()
+        os.utime(lease)
+
+    def release(self, incarnation: int, version: int, holder: str) -> None:
+        self._lease(incarnation, version, holder).unlink(missing_ok=True)
+
+    def _lease(self, incarnation: int, version: int, holder: str) -> Path:
+        return self.folder / str(incarnation) / "leases" / f"v{version}.{holder}"
+
+    def collect(self, incarnation: int, keep: int, pinned: frozenset[int] = frozenset()) -> list[int]:
+        """Removes complete versions that are neither among the newest `keep`, nor pinned, nor leased."""
+        leases = (self.folder / str(incarnation) / "leases").glob("v*.*")
+        young = time.time() - LEASE_S
+        held = {int(p.name[1:].partition(".")[0]) for p in leases if _mtime(p) > young}
+        old = [v for v in self.versions(incarnation)[:-keep] if v not in held and v not in pinned]
+        for version in old:
+            (self.path(incarnation, version) / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(self.path(incarnation, version), ignore_errors=True)
+        return old
+
+
+def open_version(folder: Path, verify: bool = True) -> list[Path]:
+    """Shards of the version in `folder`. FileNotFoundError if it is not complete, WeightsDamaged if its bytes are wrong."""
+    if not (folder / COMPLETE).exists():
+        raise FileNotFoundError(f"no complete version in {folder}")
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    for shard in manifest.shards:
+        if verify and _shard(folder / shard.file) != shard:
+            raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
+    return [folder / shard.file for shard in manifest.shards]
+
+
+def _shard(path: Path) -> Shard:
+    digest = xxhash.xxh3_64()
+    size = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return Shard(path.name, size, digest.hexdigest())
+
+
+def _durable(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,224 @@
+"""The one consumer loop: every service that works on a stage's stream runs it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import redis
+
+from shared.wire.bodies import BodyStore
+from shared.wire.client import AWAY, BLOCK_MS, answered
+from shared.wire.codec import pack
+from shared.wire.envelope import Dead, Failure
+from shared.wire.errors import Fatal, Poison, WireError
+from shared.wire.hops import Handler, Result, Work, commit, read_work
+from shared.wire.keys import GROUP, JobKeys
+from shared.wire.scripts import Entry, Scripts, ensure_group, no_group, text
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Leases and limits of a stage."""
+
+    lease_s: float = 15.0
+    heartbeat_s: float = 3.0
+    stall_s: float = 120.0
+    """Without progress for so long a lease is no longer renewed."""
+    deadline_s: float = 3600.0
+    """Longest time that one message may be in hand."""
+    max_errors: int = 3
+    max_lost: int = 10
+    min_losers: int = 2
+    """A message is poison by lost leases only if at least so many consumers lost it."""
+    grace_s: float = 30.0
+    """Longest drain after stop()."""
+
+
+class Consumer:
+    """Takes messages of one stage of one job, hands them to the handler, commits what comes back.
+
+    Waits for: new entries, expired leases, finished futures. Unblocked by: a producer's commit, the handler, stop().
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        keys: JobKeys,
+        stage: str,
+        handler: Handler,
+        store: BodyStore | None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.keys, self.stage, self.handler, self.store = keys, stage, handler, store
+        self.stream = keys.stage(stage)
+        self.policy = policy or Policy()
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"  # never reused: a restart is a new consumer
+        self.client = connect()
+        self.scripts = Scripts(self.client)
+        self.in_hand: dict[Future[Result], Work] = {}
+        self.claim_at = 0.0
+        self.stopping = threading.Event()
+        self.answers: dict[str, int] = {}
+        self._lease_scripts = Scripts(connect())
+        self._closed = threading.Event()
+
+    def run(self) -> None:
+        """Until stop() and nothing is in hand (or the grace period is over)."""
+        keeper = threading.Thread(target=self._keep_leases, name=f"leases {self.stage}", daemon=True)
+        keeper.start()
+        answered(lambda: ensure_group(self.client, self.stream))
+        try:
+            while not self.stopping.is_set():
+                self._commit_finished()
+                self._take()
+            self._drain()
+        finally:
+            self._closed.set()
+            keeper.join()
+
+    def stop(self) -> None:
+        self.stopping.set()
+
+    # taking ---------------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        room = self.handler.capacity() - len(self.in_hand)
+        if room <= 0:
+            wait(self.in_hand, timeout=0.5, return_when=FIRST_COMPLETED)
+            return
+        try:
+            entries = self._expired(room) or self._fresh(room)
+        except AWAY:
+            self.claim_at = time.monotonic() + 2 * self.policy.heartbeat_s  # leases aged while Redis was away
+            time.sleep(0.1)
+            return
+        except redis.ResponseError as error:
+            if not no_group(error):
+                raise
+            answered(lambda: ensure_group(self.client, self.stream))
+            return
+        if works := [work for entry in entries if (work := self._accept(entry)) is not None]:
+            for work, future in zip(works, self.handler.submit(works), strict=True):
+                self.in_hand[future] = work
+        elif self.in_hand:
+            wait(self.in_hand, timeout=0.05, return_when=FIRST_COMPLETED)
+
+    def _expired(self, room: int) -> Sequence[Entry]:
+        if time.monotonic() < self.claim_at:
+            return []
+        self.claim_at = time.monotonic() + self.policy.lease_s / 3 * random.uniform(0.7, 1.3)
+        self.scripts.reap(self.stream, int(20 * self.policy.lease_s * 1000))
+        return self.scripts.claim(self.stream, self.name, int(self.policy.lease_s * 1000), min(room, 16))
+
+    def _fresh(self, room: int) -> Sequence[Entry]:
+        block = None if self.in_hand else min(BLOCK_MS, int(self.policy.lease_s * 250))
+        answer = self.client.xreadgroup(GROUP, self.name, {self.stream: ">"}, count=room, block=block)
+        return [Entry(self.stream, text(i), fields) for _, rows in answer or [] for i, fields in rows]
+
+    def _accept(self, entry: Entry) -> Work | None:
+        """The message to work on; None if it went to the dead letters instead."""
+        try:
+            work = read_work(entry, time.monotonic())
+        except (WireError, KeyError) as error:
+            self._refuse(entry, f"unreadable message: {error}", limit=0)
+            return None
+        if entry.previous is not None:
+            lost, losers = answered(lambda: self.scripts.lost(entry, self.name, self._group(entry), self._slot(entry)))
+            if lost >= self.policy.max_lost and losers >= self.policy.min_losers:
+                self._refuse(entry, f"{lost} leases lost by {losers} workers: the message may kill them", limit=0)
+                return None
+        return work
+
+    # committing -----------------------------------------------------------------------------------------------------------
+
+    def _commit_finished(self) -> None:
+        done = [future for future in self.in_hand if future.done()]
+        if not done:
+            return
+        works = [(self.in_hand[future], future) for future in done]
+        good = [(work, future.result()) for work, future in works if future.exception() is None]
+        for work, future in works:
+            if (error := future.exception()) is not None:
+                self._failed(work, error)
+        if good:
+            self._commit_all(good)
+        for future in done:
+            self.in_hand.pop(future)
+
+    def _commit_all(self, good: Sequence[tuple[Work, Result]]) -> None:
+        def call() -> list[Any]:
+            with self.client.pipeline(transaction=False) as pipe:
+                for work, result in good:
+                    commit(self.scripts, self.keys, self.name, self.stage, work, result, self.store, pipe)
+                return list(pipe.execute(raise_on_error=False))
+
+        answers = answered(call)
+        for (work, _), answer in zip(good, answers, strict=True):
+            if isinstance(answer, redis.RedisError):
+                self._failed(work, answer)
+            else:
+                self._count(text(answer))
+
+    def _failed(self, work: Work, error: BaseException) -> None:
+        trace = "".join(traceback.format_exception(error))[-4000:]
+        log.warning("%s of %s failed: %s", self.stage, work.envelope.gid, trace)
+        self._refuse(work.entry, trace, limit=0 if isinstance(error, Poison | Fatal | WireError) else None)
+        if isinstance(error, Fatal):
+            event = Failure(origin=self.stage, error=str(error), fatal=True)
+            answered(lambda: self.client.xadd(self.keys.inbox, {"e": pack(event)}))
+
+    def _refuse(self, entry: Entry, error: str, limit: int | None) -> None:
+        slot, last = self._slot(entry), error.strip().splitlines()[-1][:300]
+        event = pack(Dead(gid=entry.gid, stage=self.stage, error=last))
+        most = self.policy.max_errors if limit is None else limit
+        answer = answered(lambda: self.scripts.nack(self.keys, entry, self.name, slot, most, error, event))
+        if answer == "AGAIN":
+            self.claim_at = min(self.claim_at, time.monotonic() + 0.2)
+        self._count(answer)
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + self.policy.grace_s
+        while self.in_hand and time.monotonic() < deadline:
+            wait(self.in_hand, timeout=0.2, return_when=FIRST_COMPLETED)
+            self._commit_finished()
+
+    def _count(self, answer: str) -> None:
+        self.answers[answer] = self.answers.get(answer, 0) + 1
+
+    def _group(self, entry: Entry) -> str:
+        return self.keys.group(entry.gid)
+
+    def _slot(self, entry: Entry) -> str:
+        return f"{self.stage}:{entry.low}"
+
+    # leases ---------------------------------------------------------------------------------------------------------------
+
+    def _keep_leases(self) -> None:
+        """Renews what is in hand while the handler makes progress. Runs beside a busy handler, with its own connection."""
+        while not self._closed.wait(self.policy.heartbeat_s):
+            try:
+                self._renew()
+            except redis.RedisError as error:
+                log.warning("leases of %s were not renewed: %s", self.stage, error)
+
+    def _renew(self) -> None:
+        now = time.monotonic()
+        if now - self.handler.progressed() > self.policy.stall_s:
+            return
+        held = {w.entry.id: w for w in list(self.in_hand.values()) if now - w.since < self.policy.deadline_s}
+        if held:
+            for entry_id in self._lease_scripts.renew(self.stream, self.name, list(held)):
+                held[entry_id].cancelled.set()

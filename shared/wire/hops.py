@@ -1,0 +1,107 @@
+"""From a handler's result to the writes of its commit: on to the next stage, or into a slot of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any, Protocol
+from uuid import uuid4
+
+import msgspec
+
+from shared.wire.bodies import BodyStore
+from shared.wire.codec import Buffer, pack, unpack
+from shared.wire.envelope import Envelope, ScoreHead, SliceHead, envelope_fields
+from shared.wire.keys import GROUP, JobKeys
+from shared.wire.scripts import Entry, Scripts, Write, hset, pack_writes, send
+
+
+@dataclass(slots=True)
+class Work:
+    """One message in a handler's hands."""
+
+    entry: Entry
+    envelope: Envelope
+    inline: bytes | None
+    since: float
+    """time.monotonic() when it was taken."""
+    cancelled: Event = field(default_factory=Event)
+    """Set when the lease is lost or the group was dropped: its result can no longer count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A rollout's result: what the next stage gets."""
+
+    head: SliceHead
+    parts: Sequence[Buffer]
+    """The filled Samples as a body."""
+
+
+Result = Filled | ScoreHead
+
+
+class Handler(Protocol):
+    """What a service does with messages. It never sees a stream, a lease or a commit."""
+
+    def capacity(self) -> int:
+        """Most messages that it wants in hand."""
+        ...
+
+    def submit(self, works: Sequence[Work]) -> Sequence[Future[Result]]: ...
+
+    def progressed(self) -> float:
+        """time.monotonic() of its last sign of progress (a token, a step, a row)."""
+        ...
+
+
+def read_work(entry: Entry, now: float) -> Work:
+    """WireError if the entry is no valid message."""
+    return Work(entry, unpack(entry.fields[b"h"], Envelope), entry.fields.get(b"b"), now)
+
+
+def hop_writes(keys: JobKeys, work: Work, filled: Filled, store: BodyStore) -> list[Write]:
+    """The body's field in its shelf (if it is small), the head in the group's hash, and the messages of the next stage."""
+    envelope = work.envelope
+    low = envelope.slice[0]
+    name = f"{envelope.gid}.{low}.{uuid4().hex[:8]}"
+    ref, small = store.place(envelope.shelf, name, filled.parts)
+    head = msgspec.structs.replace(filled.head, body=ref)
+    out = [] if small is None else [hset(keys.shelf(envelope.shelf), {name: small})]
+    out.append(hset(keys.group(envelope.gid), {f"h:{low}": pack(head)}))
+    position = envelope.position + 1
+    onward = msgspec.structs.replace(envelope, head=head, position=position)
+    after = envelope.route[position]
+    stages = [f"reward.{scorer}" for scorer in envelope.scorers] if after == "reward" else [after]
+    fields = envelope_fields(onward)
+    return out + [send(keys, stage, envelope.gid, low, fields) for stage in stages]
+
+
+def phase(envelope: Envelope, stage: str) -> str:
+    return f"{envelope.incarnation} {envelope.kind} {envelope.position} {stage}"
+
+
+def commit(
+    scripts: Scripts,
+    keys: JobKeys,
+    consumer: str,
+    stage: str,
+    work: Work,
+    result: Result,
+    store: BodyStore | None,
+    pipe: Any = None,
+    extra: Sequence[Write] = (),
+) -> Any:
+    """Runs the commit on `pipe` (its answer comes with the pipeline's) or at once. See the scripts for the answers."""
+    envelope, entry = work.envelope, work.entry
+    fixed = [entry.stream, keys.meta, keys.open, keys.counts]
+    argv = [GROUP, consumer, entry.id, phase(envelope, stage), envelope.gid]
+    if isinstance(result, ScoreHead):
+        slot = f"s:{stage.removeprefix('reward.')}:{envelope.slice[0]}"
+        names, writes = pack_writes([*fixed, keys.group(envelope.gid), keys.inbox], extra)
+        return scripts.run("gather", names, *argv, slot, pack(result), *writes, pipe=pipe)
+    assert store is not None
+    names, writes = pack_writes(fixed, [*hop_writes(keys, work, result, store), *extra])
+    return scripts.run("commit", names, *argv, *writes, pipe=pipe)

@@ -1,0 +1,120 @@
+"""Every key and stream name. The braces are the hash tag: all keys of a job lie in one cluster slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP = "workers"
+"""The one consumer group of every stage stream and inbox."""
+
+JOBS = "unimesh:jobs"
+"""Hash: job id → the summary that lists are made of (msgpack)."""
+WORKERS = "unimesh:workers"
+"""Set: names of registered workers; one whose key has expired is gone."""
+NUDGE = "unimesh:nudge"
+"""Pub/sub channel: something about jobs or workers changed. A hint only; everybody polls as well."""
+
+
+def worker(name: str) -> str:
+    """String with a time to live: the worker's registration (msgpack)."""
+    return f"unimesh:worker:{name}"
+
+
+def assignment(name: str) -> str:
+    """String: what the controller assigned to the worker (msgpack); absent = nothing."""
+    return f"unimesh:assignment:{name}"
+
+
+def idempotency(key: str) -> str:
+    """String: the job that a submission with this key made."""
+    return f"unimesh:idempotency:{key}"
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    job: str
+
+    def of(self, name: str) -> str:
+        return f"unimesh:{{{self.job}}}:{name}"
+
+    def stage(self, name: str) -> str:
+        """Stream of a stage, `rollout.{track}` or `reward.{scorer}`, read through GROUP."""
+        return self.of(name)
+
+    def group(self, gid: str) -> str:
+        """Hash of one open group: slots, heads, counters of errors and lost leases, places of its entries."""
+        return self.of(f"grp:{gid}")
+
+    def shelf(self, number: int) -> str:
+        """Hash: body name → bytes, for bodies small enough to live in Redis. Swept as one key."""
+        return self.of(f"shelf:{number}")
+
+    @property
+    def meta(self) -> str:
+        """Hash: incarnation, routes, fencing token of the trainer."""
+        return self.of("meta")
+
+    @property
+    def doc(self) -> str:
+        """String: the validated recipe and the derived plan (msgpack)."""
+        return self.of("doc")
+
+    @property
+    def state(self) -> str:
+        """Hash: revision and snapshot of the root row."""
+        return self.of("state")
+
+    @property
+    def rows(self) -> str:
+        """Hash: gid → the controller's row of an open group."""
+        return self.of("rows")
+
+    @property
+    def lease(self) -> str:
+        """String: the controller that owns the job."""
+        return self.of("lease")
+
+    @property
+    def open(self) -> str:
+        """Sorted set: gid → shelf of every open group. Late results are refused by it."""
+        return self.of("open")
+
+    @property
+    def inbox(self) -> str:
+        """Stream of events for the controller, read through GROUP."""
+        return self.of("inbox")
+
+    @property
+    def log(self) -> str:
+        """Stream: the train log, ids `{seq}-0`. No consumer group: a write-ahead log."""
+        return self.of("log")
+
+    @property
+    def dead(self) -> str:
+        """Stream of dead letters."""
+        return self.of("dead")
+
+    @property
+    def counts(self) -> str:
+        """Hash: late, refused, wrong_phase, twin … results."""
+        return self.of("counts")
+
+    @property
+    def steps(self) -> str:
+        """Stream: metrics of every step, append-only."""
+        return self.of("steps")
+
+    @property
+    def events(self) -> str:
+        """Stream: what happened, for people; append-only."""
+        return self.of("events")
+
+    @property
+    def evals(self) -> str:
+        """Hash: tag → result of an evaluation (msgpack)."""
+        return self.of("evals")
+
+    @property
+    def trainer(self) -> str:
+        """String with a time to live: the trainer's live progress inside a step (msgpack)."""
+        return self.of("trainer")

@@ -1,0 +1,220 @@
+"""The embedded mesh: Redis and the four services as children of one process, started again when they die.
+
+Children die with this process, also when it is killed: the kernel signals them, and each watches its parent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from shared.agent.backoff import Backoff
+from shared.agent.process import Child
+from shared.wire.server import RedisServer
+from unimesh.home import Home
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many agents of each service; `port` 0 takes a free one."""
+
+    rollout: int = 1
+    reward: int = 1
+    trainer: int = 1
+    port: int = 0
+    threads: int = 0
+    """CPU threads of a child that computes; 0: planned from the cores."""
+
+
+class PortTaken(RuntimeError):
+    """The API's port cannot be used; the message says which and what to do."""
+
+
+class StateBusy(RuntimeError):
+    """Another mesh is up in the state folder."""
+
+
+def plan_threads(cores: int, shape: Shape, overlap: bool = False) -> int:
+    """Synchronous phases take all cores in turn; services that overlap share them."""
+    workers = shape.rollout + shape.trainer if overlap else max(shape.rollout, shape.trainer)
+    return max(1, cores // workers)
+
+
+class Part:
+    """One supervised child."""
+
+    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], log: Path) -> None:
+        self.name, self.argv, self.env, self.log = name, argv, env, log
+        self.backoff, self.restarts = Backoff(), 0
+        self.child = Child(argv, env, log)
+
+    def tend(self, say: Callable[[str], None]) -> None:
+        """Starts it again after its delay if it has ended."""
+        code = self.child.poll()
+        if code is None:
+            return
+        if self.backoff.until < self.child.started:
+            delay = self.backoff.failed(time.monotonic() - self.child.started)
+            self.child.kill()
+            say(f"{self.name} ended with code {code}; starting it again in {delay:.1f} s (see {self.log})")
+        if self.backoff.ready:
+            self.restarts += 1
+            self.child = Child(self.argv, self.env, self.log)
+
+
+class EmbeddedMesh:
+    def __init__(self, state: Path, shape: Shape, roots: tuple[Path, ...] = (), say: Callable[[str], None] = print) -> None:
+        self.state, self.shape, self.say = state.resolve(), shape, say
+        self.logs = self.state / "logs"
+        self.redis = RedisServer(_socket_folder(self.state))
+        self.redis_backoff = Backoff()
+        self.roots = roots
+        self.port = 0
+        self.parts: list[Part] = []
+        self.stopping = threading.Event()
+        self._lock: IO[str] | None = None
+
+    @property
+    def api(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Redis, controller, agents; returns when the API is ready. StateBusy or PortTaken if it cannot be."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.state / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StateBusy(f"a mesh is already up in {self.state}: `unimesh down` ends it") from error
+        self.port = _usable_port(self.shape.port)
+        self.redis.start()
+        self.say(f"redis      up  {self.redis.url}")
+        env = self._env()
+        self._add("controller", ["services.controller", "--port", str(self.port)], env)
+        for service, count in (("rollout", self.shape.rollout), ("reward", self.shape.reward), ("trainer", self.shape.trainer)):
+            for index in range(count):
+                self._add(f"{service}-{index}" if count > 1 else service, [f"services.{service}"], env)
+        self._wait_ready()
+        Home(api=self.api, pid=os.getpid(), redis=self.redis.url, state=str(self.state)).write()
+
+    def _env(self) -> dict[str, str]:
+        threads = self.shape.threads or plan_threads(os.cpu_count() or 1, self.shape)
+        ours = {
+            "UNIMESH_REDIS_URL": self.redis.url,
+            "UNIMESH_STATE": str(self.state),
+            "UNIMESH_ROOTS": os.pathsep.join(map(str, self.roots)),
+            "UNIMESH_LOGS": str(self.logs),
+            "UNIMESH_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(threads),
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return {"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ) | ours
+
+    def _add(self, name: str, module: list[str], env: Mapping[str, str]) -> None:
+        self.parts.append(Part(name, [sys.executable, "-m", *module], env, self.logs / f"{name}.log"))
+
+    def _wait_ready(self, patience_s: float = 60) -> None:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                if httpx.get(f"{self.api}/readyz", timeout=2).status_code == 200:
+                    self.say(f"controller up  {self.api}")
+                    return
+            except httpx.HTTPError:
+                pass
+            controller = self.parts[0]
+            if controller.child.poll() is not None or time.monotonic() > deadline:
+                tail = controller.log.read_text(errors="replace")[-800:]
+                self.stop()
+                raise RuntimeError(f"the controller did not come up:\n{tail}")
+            time.sleep(0.05)
+
+    def run(self) -> None:
+        """Tends the children until stop is asked for."""
+        while not self.stopping.wait(0.2):
+            self.tend()
+
+    def tend(self) -> None:
+        process = self.redis.process
+        if process is not None and process.poll() is not None:
+            self.say("redis ended; starting it again")
+            self.redis.start()
+        for part in self.parts:
+            if not self.stopping.is_set():
+                part.tend(self.say)
+
+    def stop(self) -> None:
+        """Everything drains, then ends: agents first, then the controller, Redis last."""
+        self.stopping.set()
+        Home.path(self.state).unlink(missing_ok=True)
+        for part in self.parts[1:]:
+            part.child.terminate()
+        for part in self.parts[1:]:
+            part.child.end(grace_s=30)
+        for part in self.parts[:1]:
+            part.child.end(grace_s=15)
+        self.parts.clear()
+        self.redis.stop()
+        if self._lock is not None:
+            self._lock.close()
+
+    def kill(self) -> None:
+        """At once: a second Ctrl-C."""
+        for part in self.parts:
+            part.child.kill()
+        self.redis.kill()
+
+
+def install_signals(mesh: EmbeddedMesh) -> None:
+    """The first SIGINT or SIGTERM drains, the second ends at once."""
+
+    def handle(*_: object) -> None:
+        if mesh.stopping.is_set():
+            mesh.say("ending at once")
+            mesh.kill()
+            os._exit(130)
+        mesh.stopping.set()
+        mesh.say("draining (again to end at once)")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+
+
+def _usable_port(wanted: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError as error:
+            raise PortTaken(f"port {wanted} on 127.0.0.1 is taken: choose another with --port, or 0 for a free one") from error
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _socket_folder(state: Path) -> Path:
+    """Redis's folder. Unix sockets have short paths (107 bytes), so a deep state folder is reached through a link."""
+    folder = state / "redis"
+    if len(str(folder / "redis.sock")) < 100:
+        return folder
+    import hashlib
+    import tempfile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    link = Path(tempfile.gettempdir()) / f"unimesh-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    if not link.is_symlink() or link.resolve() != folder:
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+    return link

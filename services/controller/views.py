@@ -14,9 +14,6 @@ from services.controller.lifecycles.state import ENDED, Group, Plan, Root
 from shared.wire.codec import unpack
 from shared.wire.keys import JobKeys
 
-STEP_KEYS = ("reward", "reward_std", "loss", "tokens")
-
-
 def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
     """State, step, rates, what it waits for, ledger."""
     keys = JobKeys(doc.id)
@@ -25,10 +22,9 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
         pipe.hvals(keys.rows)
         pipe.xrevrange(keys.steps, count=10)
         pipe.hgetall(keys.counts)
-        pipe.get(keys.trainer)
         pipe.xlen(keys.dead)
         pipe.hvals(keys.evals)
-        packed, rows, recent, counts, progress, dead_letters, evals = pipe.execute()
+        packed, rows, recent, counts, dead_letters, evals = pipe.execute()
     root = unpack(packed, Root) if packed else Root()
     groups = [unpack(row, Group) for row in rows]
     steps = [read_step(fields) for _, fields in reversed(recent)]
@@ -44,13 +40,17 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
         "steps": doc.plan.steps,
         "incarnation": root.incarnation,
         "versions": {"trainer": root.current, "published": root.published},
+        "publishes": {
+            "count": root.publishes,
+            "bytes": root.published_bytes,
+            "seconds": round(root.publish_seconds, 3),
+        },
         "rates": rates(steps, root),
         "last": steps[-1] if steps else None,
         "waits_for": waits_for(doc.plan, root, groups),
         "ledger": ledger(root),
         "counts": {k.decode(): int(v) for k, v in counts.items()},
         "dead_letters": dead_letters,
-        "trainer": msgspec.msgpack.decode(progress) if progress else None,
         "evals": [msgspec.msgpack.decode(e) for e in evals],
         "warnings": list(doc.warnings),
     }

@@ -113,8 +113,3 @@ class JobKeys:
     def evals(self) -> str:
         """Hash: tag → result of an evaluation (msgpack)."""
         return self.of("evals")
-
-    @property
-    def trainer(self) -> str:
-        """String with a time to live: the trainer's live progress inside a step (msgpack)."""
-        return self.of("trainer")

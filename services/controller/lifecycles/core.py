@@ -78,6 +78,7 @@ class Transition:
             case Trained():
                 self.trained(event)
             case Published():
+                self.count_publish(event)
                 self.published(event.track, event.version)
             case Saved():
                 self.saved(event.seq)
@@ -170,6 +171,14 @@ class Transition:
         if event.reason:
             self.commands.append(Note("warning", f"step {batch} made no update: {event.reason}"))
         evaluation.after_batch(self)
+
+    def count_publish(self, event: Published) -> None:
+        if event.nbytes:
+            self.set(
+                publishes=self.root.publishes + 1,
+                published_bytes=self.root.published_bytes + event.nbytes,
+                publish_seconds=self.root.publish_seconds + event.seconds,
+            )
 
     def published(self, track: str, version: int) -> None:
         if version > self.root.published.get(track, -1):

@@ -143,6 +143,9 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     published: dict[str, int] = {}
     unsynced: tuple[tuple[int, int], ...] = ()
     """(batch, version of the first track) of batches with updates trained since the newest published version."""
+    publishes: int = 0
+    published_bytes: int = 0
+    publish_seconds: float = 0.0
     trainer_up: bool = False
     saved_seq: int = 0
     swept: int = 0

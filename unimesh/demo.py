@@ -1,0 +1,170 @@
+"""`make demo`: two jobs on one embedded mesh, shown from the first service up to the last table."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shared.wire.client import connect
+from unimesh import show
+from unimesh.client import Api
+from unimesh.home import default_state
+from unimesh.supervisor import EmbeddedMesh, Shape, install_signals
+
+STEPS = 100
+REWARD_RISE, ACCURACY_RISE = 0.2, 0.3
+"""The demo passes only if both rises are reached."""
+
+
+def run(seed: int, model: str, steps: int | None = None) -> int:
+    """0 if reward and held-out accuracy rose as they should. The main thread tends the mesh, another one runs the jobs."""
+    console = Console()
+    state = default_state() / f"demo-{model}-{seed}"
+    shutil.rmtree(state, ignore_errors=True)
+    mesh = EmbeddedMesh(state, Shape(), (default_state(),), say=lambda text: console.print(text, highlight=False))
+    install_signals(mesh)
+    outcome: list[int] = []
+
+    def act() -> None:
+        try:
+            flow = Sorting(mesh, console, seed, steps) if model == "tiny" else SmolLM(mesh, console, seed, steps)
+            outcome.append(flow.run())
+        finally:
+            mesh.stopping.set()
+
+    started = time.monotonic()
+    mesh.start()
+    thread = threading.Thread(target=act, name="demo")
+    thread.start()
+    mesh.run()
+    thread.join()
+    mesh.stop()
+    console.print(f"total {time.monotonic() - started:.0f} s", highlight=False)
+    return outcome[0] if outcome else 1
+
+
+class Flow:
+    """What both demos share."""
+
+    def __init__(self, mesh: EmbeddedMesh, console: Console, seed: int, steps: int | None) -> None:
+        self.mesh, self.console, self.seed, self.steps = mesh, console, seed, steps
+        self.api = Api(mesh.api)
+
+    def going(self) -> bool:
+        return not self.mesh.stopping.is_set()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def launch(self, recipe: str, *overrides: str) -> dict[str, Any]:
+        answer = self.api.post("/v1/jobs", {"recipe": recipe, "overrides": list(overrides)})
+        self.say(f"\n[bold]{recipe}[/bold]  job {answer['id']}")
+        view = show.follow(self.api, answer["id"], self.console, self.going)
+        if view["state"] != "done":
+            self.say(f"[red]job {view['id']} {view['state']}: {view['reason']}[/red]")
+            self.say(f"look into {self.mesh.logs}")
+            raise SystemExit(1)
+        return view
+
+    def table(self, view: dict[str, Any], steps: list[dict[str, Any]]) -> None:
+        """Where the time went, rates, versions, bytes, ledger."""
+        wall = max(s["at"] for s in steps) - view["started"]
+        stages = {n: sum(s.get(f"seconds/{n}", 0.0) for s in steps) for n in ("rollout", "reward", "train")}
+        stages["publish"] = view["publishes"]["seconds"]
+        table = Table("stage", "seconds", "share", title="where the time went")
+        for name, seconds in stages.items():
+            table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
+        rest = wall - sum(stages.values())
+        table.add_row("mesh (messages, waiting)", f"{rest:.1f}", f"{rest / wall:.0%}")
+        table.add_row("all", f"{wall:.1f}", "100%")
+        self.console.print(table)
+        samples = sum(s.get("samples", 0) for s in steps)
+        stats = connect(self.mesh.redis.url).info("stats")
+        moved = stats["total_net_input_bytes"] + stats["total_net_output_bytes"]
+        ledger, publishes = view["ledger"], view["publishes"]
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("samples", f"{samples:.0f}, {samples / wall:.0f} a second")
+        facts.add_row("versions", f"{publishes['count']} published, {publishes['bytes'] / 2**20:.0f} MiB")
+        facts.add_row("through Redis", f"{moved / 2**20:.0f} MiB in both directions")
+        dropped = sum(ledger["dropped"].values())
+        facts.add_row(
+            "ledger",
+            f"issued {ledger['issued']} = trained {ledger['trained']} + dropped {dropped}"
+            f" + dead {ledger['dead']} + in flight {ledger['in_flight']}",
+        )
+        self.console.print(facts)
+
+    def previews(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        table = Table("prompt", "before", "after", "answer", title="held-out prompts")
+        for old, new in zip(before["previews"], after["previews"], strict=False):
+            answer = str(old["metadata"].get("answer", ""))
+            table.add_row(old["prompt"][-60:], old["completion"], new["completion"], answer)
+        self.console.print(table)
+
+    def next_steps(self, job: str) -> None:
+        self.say(f"\nState, logs, weights and checkpoints stay in {self.mesh.state}. To look around:")
+        self.say(f"  unimesh up --state {os.path.relpath(self.mesh.state)}   (API at http://127.0.0.1:8080/docs)")
+        self.say(f"  unimesh jobs; unimesh watch {job}")
+
+
+class Sorting(Flow):
+    """A tiny Qwen3 imitates a careless teacher, then learns from exact-match rewards to sort six digits."""
+
+    def run(self) -> int:
+        model = self.mesh.state / "model"
+        self.say("making a Qwen3 of 0.41 M parameters")
+        command = [sys.executable, "-m", "shared.models.ar.tiny", str(model), str(self.seed)]
+        subprocess.run(command, check=True, capture_output=True)
+        steps = f"steps={self.steps or STEPS}"
+        warm = self.launch(
+            "sft/sort", f"model.path={model}", f"seed={self.seed}", f"data.source.params.seed={1000 + self.seed}"
+        )
+        view = self.launch(
+            "ar/sort", f"model.path=job:{warm['id']}", f"seed={self.seed}", f"data.source.params.seed={2000 + self.seed}", steps
+        )
+        records = self.api.get(f"/v1/jobs/{view['id']}/steps")
+        evals = {e["tag"]: e for e in view["evals"]}
+        first, last = _mean(records[:10]), _mean(records[-10:])
+        before, after = evals["start"]["reward"], evals["end"]["reward"]
+        self.table(view, records)
+        self.previews(evals["start"], evals["end"])
+        self.say(f"reward, mean of 10 steps:    {first:.3f} -> {last:.3f}  (must rise by {REWARD_RISE})")
+        self.say(f"held-out accuracy, greedy:   {before:.3f} -> {after:.3f}  (must rise by {ACCURACY_RISE})")
+        passed = last >= first + REWARD_RISE and after >= before + ACCURACY_RISE
+        self.say("[green]the demo passed[/green]" if passed else "[red]the demo did not pass[/red]")
+        self.next_steps(view["id"])
+        return 0 if passed else 1
+
+
+class SmolLM(Flow):
+    """A real model: SmolLM2-135M-Instruct from its GGUF file, chat template, a format reward; a few full-weight steps."""
+
+    def run(self) -> int:
+        model: Path = default_state() / "models" / "smollm2"
+        if not (model / "config.json").exists():
+            self.say("converting SmolLM2-135M-Instruct from GGUF to safetensors (once)")
+            command = [sys.executable, "-m", "shared.models.ar.gguf", str(model)]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            if done.returncode:
+                self.say(done.stderr[-1500:])
+                return 1
+        view = self.launch("ar/smollm2", f"model.path={model}", f"seed={self.seed}", f"steps={self.steps or 8}")
+        records = self.api.get(f"/v1/jobs/{view['id']}/steps")
+        evals = {e["tag"]: e for e in view["evals"]}
+        self.table(view, records)
+        self.previews(evals["start"], evals["end"])
+        self.next_steps(view["id"])
+        return 0
+
+
+def _mean(records: list[dict[str, Any]]) -> float:
+    return sum(r["reward"] for r in records) / len(records)

@@ -1,0 +1,131 @@
+"""How a job looks in a terminal: one live panel, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from unimesh.client import Api
+
+ENDED = ("done", "failed", "cancelled")
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The series in `width` bars, each the mean of its stretch, on a scale from its least to its largest value."""
+    if not values:
+        return ""
+    step = max(1.0, len(values) / width)
+    count = min(width, len(values))
+    means = [_mean(values[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))]) for i in range(count)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((m - low) * scale)] for m in means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def time_left(view: dict[str, Any]) -> str:
+    rate = view["rates"].get("steps")
+    if not rate:
+        return "--:--"
+    seconds = int((view["steps"] - view["step"]) / rate)
+    return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def line(view: dict[str, Any]) -> str:
+    """One plain line."""
+    last = view["last"] or {}
+    parts = [f"{view['name'] or view['id']}", view["state"], f"step {view['step']}/{view['steps']}"]
+    if "reward" in last:
+        parts.append(f"reward {last['reward']:.3f} ± {last['reward_std']:.3f}")
+    if "loss" in last:
+        parts.append(f"loss {last['loss']:.4f}")
+    for name in ("samples", "tokens"):
+        if view["rates"].get(name):
+            parts.append(f"{view['rates'][name]:.0f} {name}/s")
+    if view["state"] not in ENDED:
+        parts += [f"left {time_left(view)}", f"waits for {view['waits_for']}"]
+    return "  ".join(parts)
+
+
+def panel(view: dict[str, Any], steps: Sequence[dict[str, Any]]) -> RenderableType:
+    """Bar, reward with its spread, rates, stage times, what it waits for, ledger."""
+    last = view["last"] or {}
+    head = Text(f"{view['name'] or view['id']}  {view['state']}  step {view['step']}/{view['steps']}  left {time_left(view)}")
+    grid = Table.grid(padding=(0, 2))
+    if "reward" in last:
+        series = [s["reward"] for s in steps if s.get("reward") is not None]
+        grid.add_row("reward", f"{last['reward']:.3f} ± {last['reward_std']:.3f}", Text(sparkline(series), "green"))
+    elif "loss" in last:
+        grid.add_row("loss", f"{last['loss']:.4f}", Text(sparkline([s["loss"] for s in steps if "loss" in s]), "cyan"))
+    rates = view["rates"]
+    if rates:
+        words = [f"{rates[n]:.2f} {n}/s" if n == "steps" else f"{rates[n]:.0f} {n}/s" for n in rates if rates[n]]
+        grid.add_row("rates", "  ".join(words), "")
+    stages = {n.removeprefix("seconds/"): v for n, v in last.items() if n.startswith("seconds/")}
+    if stages:
+        grid.add_row("stages", "  ".join(f"{n} {v:.2f} s" for n, v in stages.items()), "")
+    if "staleness_max" in last:
+        grid.add_row("staleness", f"{last['staleness_max']:.0f} updates at most", "")
+    ledger = view["ledger"]
+    lost = sum(ledger["dropped"].values())
+    counts = f"issued {ledger['issued']} = trained {ledger['trained']} + dropped {lost} + dead {ledger['dead']}"
+    grid.add_row("ledger", f"{counts} + in flight {ledger['in_flight']}", "")
+    if view["dead_letters"]:
+        grid.add_row("dead letters", str(view["dead_letters"]), "")
+    grid.add_row("waits for", view["waits_for"] or "-", "")
+    bar = ProgressBar(total=max(1, view["steps"]), completed=view["step"], width=60)
+    return Group(head, bar, grid)
+
+
+def follow(api: Api, job: str, console: Console, going: Callable[[], bool] = lambda: True) -> dict[str, Any]:
+    """Shows the job until it has ended (or `going` says stop); returns its last view."""
+    steps: list[dict[str, Any]] = []
+
+    def look() -> dict[str, Any]:
+        view: dict[str, Any] = api.get(f"/v1/jobs/{job}")
+        steps.extend(api.get(f"/v1/jobs/{job}/steps", since=steps[-1]["step"] if steps else 0))
+        return view
+
+    view = look()
+    if not console.is_terminal:
+        return _follow_plain(look, view, console, going)
+    with Live(panel(view, steps), console=console, refresh_per_second=4) as live:
+        while view["state"] not in ENDED and going():
+            time.sleep(0.5)
+            view = look()
+            live.update(panel(view, steps))
+    return view
+
+
+def _follow_plain(
+    look: Callable[[], dict[str, Any]], view: dict[str, Any], console: Console, going: Callable[[], bool]
+) -> dict[str, Any]:
+    shown = 0.0
+    while view["state"] not in ENDED and going():
+        if time.monotonic() - shown > 5:
+            shown = time.monotonic()
+            console.print(line(view), soft_wrap=True, highlight=False)
+        time.sleep(0.5)
+        view = look()
+    console.print(line(view), soft_wrap=True, highlight=False)
+    return view
+
+
+def jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("id", "name", "domain", "state", "step", "reason")
+    for row in rows:
+        table.add_row(
+            row["id"], row["name"], row["domain"], row["state"], f"{row['step']}/{row['steps']}", row["reason"][:60]
+        )
+    return table

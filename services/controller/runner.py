@@ -40,11 +40,11 @@ class Runner:
     Waits for: inbox entries, ticks. Unblocked by: commits of workers and the trainer, the API's commands, stop().
     """
 
-    def __init__(self, connect: Callable[[], Any], job: Job, settings: Settings) -> None:
+    def __init__(self, connect: Callable[[], Any], job: Job, settings: Settings, lease_ms: int = LEASE_MS) -> None:
         self.job, self.keys, self.settings = job, job.keys, settings
         self.client = connect()
         self.scripts = Scripts(self.client)
-        self.token = uuid4().hex
+        self.token, self.lease_ms = uuid4().hex, lease_ms
         self.backend = open_bodies(settings.bodies, job.doc.id)
         self.writer = Writer(job, BodyStore(self.client, self.keys, self.backend))
         self.stopping = threading.Event()
@@ -57,7 +57,7 @@ class Runner:
         try:
             while not self.stopping.is_set():
                 try:
-                    if self.scripts.lease(self.keys.lease, self.token, LEASE_MS, take=True) == "MINE" and self._hold():
+                    if self.scripts.lease(self.keys.lease, self.token, self.lease_ms, take=True) == "MINE" and self._hold():
                         return
                 except AWAY as error:
                     log.warning("job %s: Redis is away (%s)", self.job.doc.id, error)
@@ -145,8 +145,8 @@ class Runner:
     def _extended(self) -> bool:
         if time.monotonic() < self.extend_at:
             return True
-        self.extend_at = time.monotonic() + LEASE_MS / 4000
-        return self.scripts.lease(self.keys.lease, self.token, LEASE_MS, take=False) == "MINE"
+        self.extend_at = time.monotonic() + self.lease_ms / 4000
+        return self.scripts.lease(self.keys.lease, self.token, self.lease_ms, take=False) == "MINE"
 
     def _advance(self, state: State, events: Sequence[Event], now: float, nonce: str) -> tuple[State, list[Command]]:
         """Advances; prompts that turn out unusable are events of the same commit."""

@@ -113,3 +113,21 @@ def scatter_terminal_rewards(rewards: Array, cu_seqlens: Sequence[int]) -> Array
         if hi > lo:
             out[hi - 1] = reward
     return out
+
+
+def part_gae(
+    rewards: Array, values: Array, lengths: Sequence[int], gamma: float, lam: float, loss_mask: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """GAE of packed sequences with terminal rewards: (token advantages, returns, sample advantages), float32.
+
+    The recursion takes no mask; a sample's advantage is the mean over its tokens with `loss_mask > 0` (0 without any).
+    """
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = scatter_terminal_rewards(rewards, cu.tolist())
+    out, returns = np.zeros_like(tokens), np.zeros_like(tokens)
+    samples = np.zeros(len(lengths), np.float32)
+    for index, (low, high) in enumerate(zip(cu, cu[1:], strict=False)):
+        out[low:high], returns[low:high] = gae(tokens[low:high], values[low:high], gamma, lam)
+        active = out[low:high] if loss_mask is None else out[low:high][loss_mask[low:high] > 0]
+        samples[index] = active.mean() if len(active) else 0.0
+    return out, returns, samples

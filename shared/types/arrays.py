@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 RAW_DTYPES = {
@@ -19,8 +19,7 @@ RAW_DTYPES = {
 """Item sizes in bytes of the dtypes that numpy has no name for (torch's names)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RawTensor:
+class RawTensor(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """A tensor of a dtype in RAW_DTYPES. `data` is its C-contiguous memory as uint8 of shape `(*shape, itemsize)`."""
 
     data: np.ndarray[Any, Any]
@@ -38,8 +37,7 @@ class RawTensor:
         return tuple(self.data.shape[:-1])
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in a body of its own, loaded only where it is used. `checksum` is the xxh3-64 of its bytes, in hex."""
 
     dtype: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -130,8 +130,16 @@ def check_aggregation(required: Sequence[str], method: str, sub_metric: str) -> 
         raise ValueError(f"sub-metric reduction {sub_metric!r}: legal are {', '.join(SUB_METRICS)}")
 
 
-def weighted_blend(components: Mapping[str, Array], weights: Mapping[str, float]) -> Array:
-    """float32 `sum of weight * component`, weights not normalized."""
+def weighted_blend(
+    components: Mapping[str, Array], weights: Mapping[str, float], covering: Collection[str] | None = None
+) -> Array:
+    """float32 `sum of weight * component`, weights not normalized.
+
+    `covering`: components that judge whether the media follow the prompt; ValueError unless one has a positive weight.
+    None: it does not matter.
+    """
+    if covering is not None and not any(weights.get(name, 1.0) > 0 for name in covering if name in components):
+        raise ValueError(f"weights {dict(weights)}: a scorer that judges the prompt must weigh more than 0")
     total = sum(np.float64(weights.get(name, 1.0)) * np.asarray(v, np.float64) for name, v in components.items())
     return np.asarray(total, np.float32)
 

@@ -1,7 +1,7 @@
 """Bodies: MessagePack with arrays as aligned `bin` segments behind the tree, decoded as views without a copy.
 
-A body is `[schema, tree, [pad, data, pad, data, …]]`. In the tree an array is `[dtype, shape, segment]`, a TensorRef is
-`[dtype, shape, body, offset, checksum]`. The whole is plain MessagePack: any reader of the format opens it.
+A body is `[schema, tree, [pad, data, pad, data, …]]`. In the tree an array is `[dtype, shape, segment]`, a RawTensor is
+`[array of its bytes, dtype]`, a TensorRef is `[dtype, shape, body, offset, checksum]`. The whole is plain MessagePack: any reader of the format opens it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from shared.types.arrays import RAW_DTYPES, Array, RawTensor, TensorRef
+from shared.types.arrays import Array, RawTensor, TensorRef
 from shared.wire.errors import WireError
 
 T = TypeVar("T")
@@ -31,10 +31,6 @@ class _Segments:
         self.data: list[memoryview] = []
 
     def place(self, value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return [value.dtype, value.shape, value.body, value.offset, value.checksum]
-        if isinstance(value, RawTensor):
-            return self._add(value.data, value.dtype, value.shape)
         if isinstance(value, np.ndarray):
             if value.dtype.kind not in _KINDS:
                 raise WireError(f"dtype {value.dtype} cannot travel: legal are numbers, bool, dates and fixed strings")
@@ -97,8 +93,10 @@ class _Reader:
     def hook(self, kind: type, value: Any) -> Any:
         if kind is not Array:
             raise WireError(f"{kind} is no wire type")
-        if not isinstance(value, list) or len(value) not in (3, 5):
-            raise WireError("an array must be [dtype, shape, segment] or a reference")
+        if not isinstance(value, list) or len(value) not in (2, 3, 5):
+            raise WireError("an array must be [dtype, shape, segment], raw bytes, or a reference")
+        if len(value) == 2:
+            return RawTensor(self.hook(Array, value[0]), value[1])
         dtype, shape = value[0], tuple(value[1])
         if not isinstance(dtype, str) or not all(isinstance(n, int) and n >= 0 for n in shape):
             raise WireError("array dtype or shape")
@@ -110,8 +108,6 @@ class _Reader:
         if not isinstance(index, int) or not 0 <= 2 * index + 1 < len(self.segments):
             raise WireError(f"array segment {index} does not exist")
         data = self.segments[2 * index + 1]
-        if dtype in RAW_DTYPES:
-            return RawTensor(np.frombuffer(data, np.uint8).reshape((*shape, RAW_DTYPES[dtype])), dtype)
         kind = np.dtype(dtype)
         if kind.kind not in _KINDS:
             raise WireError(f"dtype {dtype}")

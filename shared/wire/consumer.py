@@ -24,7 +24,7 @@ from shared.wire.envelope import Dead, Failure
 from shared.wire.errors import Fatal, Poison, WireError
 from shared.wire.hops import Handler, Result, Work, commit, read_work
 from shared.wire.keys import GROUP, JobKeys
-from shared.wire.scripts import Entry, Scripts, ensure_group, no_group, text
+from shared.wire.scripts import Entry, Scripts, Write, ensure_group, no_group, text
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,12 @@ class Consumer:
         handler: Handler,
         store: BodyStore | None,
         policy: Policy | None = None,
+        notes: Callable[[Work], Sequence[Write]] = lambda _: (),
     ) -> None:
+        """`notes`: further writes of each commit, made or left out with it (an audit trail)."""
         self.keys, self.stage, self.handler, self.store = keys, stage, handler, store
         self.stream = keys.stage(stage)
-        self.policy = policy or Policy()
+        self.policy, self.notes = policy or Policy(), notes
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"  # never reused: a restart is a new consumer
         self.client = connect()
         self.scripts = Scripts(self.client)
@@ -162,7 +164,8 @@ class Consumer:
         def call() -> list[Any]:
             with self.client.pipeline(transaction=False) as pipe:
                 for work, result in good:
-                    commit(self.scripts, self.keys, self.name, self.stage, work, result, self.store, pipe)
+                    extra = self.notes(work)
+                    commit(self.scripts, self.keys, self.name, self.stage, work, result, self.store, pipe, extra)
                 return list(pipe.execute(raise_on_error=False))
 
         answers = answered(call)

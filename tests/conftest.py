@@ -1,0 +1,79 @@
+"""Fixtures of the real things: a Redis process, a model folder, settings of a mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config.settings import Settings
+from shared.wire.client import connect
+from shared.wire.server import RedisServer
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> Iterator[str]:
+    """An empty database."""
+    connect(redis_server.url).flushall()
+    yield redis_server.url
+
+
+@pytest.fixture
+def client(redis_url: str) -> Any:
+    return connect(redis_url)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with random weights."""
+    from shared.models.ar.tiny import make_folder
+
+    return make_folder(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+
+
+@pytest.fixture
+def settings(redis_url: str, tmp_path: Path, model_folder: Path) -> Settings:
+    return Settings(
+        redis_url=redis_url,
+        state=tmp_path / "state",
+        roots=(model_folder.parent, tmp_path),
+        bodies=f"dir:{tmp_path / 'state' / 'bodies'}",
+        threads=1,
+        logs=None,
+    )
+
+
+def recipe(model: Path | str, **changes: Any) -> dict[str, Any]:
+    """A small valid `ar` recipe; `changes` replace whole sections or, as dotted keys with `__`, single values."""
+    document: dict[str, Any] = {
+        "domain": "ar",
+        "name": "test",
+        "steps": 3,
+        "model": {"path": str(model)},
+        "data": {"source": {"name": "sorting", "params": {}}, "batch_size": 2},
+        "rollout": {"group_size": 2, "sampling": {"max_new_tokens": 4}},
+        "reward": {"scorers": {"exact": {"name": "exact_match"}}},
+        "algorithm": {"name": "grpo", "params": {"clip_range": 0.2}},
+        "train": {"optimizer": {"lr": 1e-3}},
+    }
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = document
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return document

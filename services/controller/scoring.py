@@ -131,7 +131,8 @@ def batch_stats(plan: Plan, root: Root, groups: Sequence[Group]) -> dict[str, fl
     if lengths := [n for part in parts for n in part.lengths]:
         out["tokens"] = float(sum(lengths))
         out["length"] = float(np.mean(lengths))
-        out["truncated"] = float(np.mean([s == "truncated" for part in parts for s in part.status]))
+    if status := [s for part in parts for s in part.status]:
+        out["truncated"] = float(np.mean([s == "truncated" for s in status]))
     stale = [root.current.get(p.track, 0) - v for p in parts for v in p.versions]
     out |= {"staleness": float(np.mean(stale)), "staleness_max": float(max(stale))} if stale else {}
     first = min(g.issued_at for g in groups)

@@ -60,7 +60,8 @@ class Batch:
             for row in range(len(part.ids)):
                 good = rewards is None or bool(np.isfinite(rewards[row]))
                 advantage = 0.0 if advantages is None else advantages[row]
-                found.append(RowHead(index, len(found), part.lengths[row], advantage, good))
+                length = part.lengths[row] if part.lengths else 0
+                found.append(RowHead(index, len(found), length, advantage, good))
         return found
 
     def row(self, index: int) -> Row:
@@ -82,9 +83,15 @@ class Batch:
         )
 
     def _rows(self, index: int) -> list[tuple[Sample, int]]:
-        """(sample, row) of every generated row of the track in a slice, in the order of its heads."""
+        """(sample, row) of every generated row of the track in a slice, in the order of its heads: turn by turn."""
         if index not in self._opened:
             samples = codec.decode(self.open_body(index), list[Sample])
-            views = [Sample(s.parts[: k + 1]) for s in samples for k, p in enumerate(s.parts) if p.track == self.track]
+            ends = [[k for k, p in enumerate(s.parts) if p.generated] for s in samples]
+            views = [
+                Sample(sample.parts[: end[turn] + 1])
+                for turn in range(max(map(len, ends)))
+                for sample, end in zip(samples, ends, strict=True)
+                if turn < len(end) and sample.parts[end[turn]].track == self.track
+            ]
             self._opened[index] = [(view, row) for view in views for row in range(len(view.frontier))]
         return self._opened[index]

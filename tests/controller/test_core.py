@@ -1,0 +1,363 @@
+"""The pure lifecycle under every order of events: the ledger balances, the staleness bound holds, no prompt is lost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.controller.lifecycles.admission import launch
+from services.controller.lifecycles.core import advance, balanced, ledger
+from services.controller.lifecycles.state import (
+    ENDED,
+    Append,
+    BadRecord,
+    Branch,
+    Command,
+    Evaluated,
+    Event,
+    Group,
+    Issue,
+    Plan,
+    Restore,
+    Root,
+    State,
+    Stepped,
+    Tick,
+)
+from services.controller.restore import cut, from_cut
+from shared.types.ids import root_id
+from shared.wire.envelope import (
+    Completed,
+    Dead,
+    Failure,
+    Need,
+    Operator,
+    PartHead,
+    Published,
+    RolledBack,
+    Saved,
+    ScoreHead,
+    SliceHead,
+    SliceResult,
+    Started,
+    Trained,
+)
+
+
+def plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "domain": "ar",
+        "steps": 4,
+        "batch_size": 3,
+        "branches": (Branch(track="policy", n=2),),
+        "route": ("rollout.policy", "reward"),
+        "tracks": ("policy",),
+        "scorers": ("exact",),
+        "max_inflight": 3,
+        "checkpoint_every": 2,
+    }
+    return Plan(**(values | changes))
+
+
+class World:
+    """Plays workers and trainer against the lifecycle: answers commands in a random order, sometimes badly."""
+
+    def __init__(self, plan: Plan, seed: int, faults: float = 0.0) -> None:
+        self.plan, self.rng, self.faults = plan, random.Random(seed), faults
+        self.state = State(Root(), {})
+        self.now, self.nonce = 0.0, 0
+        self.flights: dict[str, Group] = {}
+        self.log: list[Append] = []
+        self.version, self.published = 0, -1
+        self.trained: list[str] = []
+        self.commands: list[Command] = []
+
+    def send(self, *events: Event) -> None:
+        self.now += 1
+        self.nonce += 1
+        before = self.state
+        root_of = lambda draw: root_id("s", 0, draw)  # noqa: E731
+        self.state, commands = advance(self.plan, self.state, events, Tick(self.now), f"n{self.nonce}", root_of)
+        self.commands += commands
+        for command in commands:
+            if isinstance(command, Issue) and command.group.gid in self.state.groups:
+                self.flights[command.group.gid] = command.group
+            elif isinstance(command, Append):
+                self.log.append(command)
+        self.flights = {g: f for g, f in self.flights.items() if g in self.state.groups}
+        self.check(before)
+
+    def check(self, before: State) -> None:
+        root = self.state.root
+        assert balanced(self.state), ledger(root)
+        assert root.issued >= before.root.issued and root.batches <= self.plan.steps
+        assert sum(r.kind == "train" for r in root.records) <= 1
+        seqs = [a.seq for a in self.log]
+        assert seqs == sorted(set(seqs)) and len({a.id for a in self.log}) == len(self.log)
+
+    def completed(self, group: Group, rewards: tuple[float, ...] | None = None) -> Completed:
+        need = group.needs["policy"]
+        lag = self.rng.randint(need.version, max(need.version, self.published)) if need.how == "at_least" else need.version
+        n = 1 if group.kind == "eval" else 2
+        root = group.gid.partition("#")[0]
+        ids = tuple(f"{root}/{i}" for i in range(n))
+        head = SliceHead(parts=(PartHead(ids=ids, track="policy", lengths=(1,) * n, versions=(lag,) * n),))
+        scores = rewards or tuple(float(self.rng.random() < 0.5) for _ in range(n))
+        if rewards is None and self.rng.random() < self.faults:
+            scores = (float("nan"),) * n
+        result = SliceResult(head=head, scores={"exact": ScoreHead(scores=scores)})
+        return Completed(gid=group.gid, slices=(result,))
+
+    def trainer(self) -> list[Event]:
+        """Applies the next record of its log."""
+        record = self.log.pop(0)
+        if record.kind == "train":
+            bad = self.rng.random() < self.faults
+            self.version += 0 if bad else self.plan.updates_per_batch
+            self.trained += [g.gid for g in record.groups]
+            updates = {"policy": 0 if bad else self.plan.updates_per_batch}
+            event = Trained(seq=record.seq, id=record.id, versions={"policy": self.version}, updates=updates, reason="x")
+            return [event] * self.rng.randint(1, 2)  # answers may come twice
+        if record.kind == "publish":
+            self.published = max(self.published, self.version)
+            return [Published(track="policy", version=self.version, nbytes=1)]
+        return [Saved(seq=record.seq)] if record.kind == "checkpoint" else []
+
+    def go(self, most: int = 3000) -> None:
+        self.send()
+        self.published = 0
+        self.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+        for _ in range(most):
+            if self.state.root.phase in ENDED:
+                return
+            choices: list[Any] = []
+            if self.flights:
+                choices += ["complete"] * 4
+            if self.log:
+                choices.append("train")
+            if not choices:
+                self.send()
+                continue
+            if self.rng.choice(choices) == "train":
+                self.send(*self.trainer())
+                continue
+            group = self.flights.pop(self.rng.choice(sorted(self.flights)))
+            if self.rng.random() < self.faults / 2:
+                self.send(Dead(gid=group.gid, stage="rollout.policy", error="poison"))
+            else:
+                self.send(self.completed(group))
+        raise AssertionError(f"not ended after {most} events: {self.state.root}")
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    staleness=st.integers(0, 3),
+    interval=st.integers(1, 3),
+    updates=st.integers(1, 2),
+    faults=st.sampled_from([0.0, 0.0, 0.15]),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_order_ends_with_a_balanced_ledger_and_the_bound_kept(
+    seed: int, staleness: int, interval: int, updates: int, faults: float
+) -> None:
+    if staleness < interval - 1:
+        return
+    world = World(
+        plan(
+            max_staleness=staleness,
+            sync_interval=interval,
+            updates_per_batch=updates,
+            max_inflight=3 * (staleness + 1),
+            need="at_least" if staleness else "exactly",
+            eval_at=("start", "end"),
+            eval_size=4,
+        ),
+        seed,
+        faults,
+    )
+    world.go()
+    root = world.state.root
+    assert root.phase == "done" and root.batches == 4 and root.outstanding == 0 and not world.state.groups
+    assert root.trained == len(world.trained) == len(set(world.trained)) == 12
+    assert root.published["policy"] == root.current["policy"]
+    roots = [g.partition("#")[0] for g in world.trained]
+    assert len(set(roots)) == len(roots)
+    assert [c.run.tag for c in world.commands if isinstance(c, Evaluated)] and set(root.evaluated) == {"start", "end"}
+
+
+@given(seed=st.integers(0, 10**6), staleness=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_no_group_enters_a_batch_beyond_the_bound(seed: int, staleness: int) -> None:
+    world = World(plan(max_staleness=staleness, max_inflight=3 * (staleness + 1), need="at_least", steps=8), seed)
+    bound_broken = []
+    original = world.trainer
+
+    def trainer() -> list[Event]:
+        record = world.log[0]
+        for group in record.groups:
+            oldest = min(v for head in group.slices or () for p in head.parts for v in p.versions)
+            if world.version - oldest > staleness:
+                bound_broken.append((group.gid, oldest, world.version))
+        return original()
+
+    world.trainer = trainer  # type: ignore[method-assign]
+    world.go()
+    assert not bound_broken
+
+
+def started(**changes: Any) -> World:
+    world = World(plan(**changes), 0)
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+    return world
+
+
+def test_nothing_is_issued_before_the_first_version_is_published() -> None:
+    world = World(plan(), 0)
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
+    assert world.state.root.phase == "starting" and not world.flights
+    world.send(Published(track="policy", version=0))
+    assert world.state.root.phase == "running" and len(world.flights) == 3
+
+
+def test_requests_demand_exactly_the_newest_published_version_in_sync() -> None:
+    world = started()
+    assert {g.needs["policy"] for g in world.flights.values()} == {Need("exactly", 0)}
+    world.send(*(world.completed(g) for g in list(world.flights.values())))
+    assert [a.kind for a in world.log] == ["train", "publish"] and not world.flights
+    world.send(*world.trainer())
+    assert not world.flights, "no rollout before the publish that is due"
+    world.send(*world.trainer())
+    assert {g.needs["policy"] for g in world.flights.values()} == {Need("exactly", 1)}
+
+
+def test_a_batch_is_in_the_order_of_the_data_whatever_came_first() -> None:
+    world = started()
+    groups = list(world.flights.values())
+    world.send(*(world.completed(g) for g in reversed(groups)))
+    assert [g.draw for g in world.log[0].groups] == [0, 1, 2]
+
+
+def test_an_unscored_group_is_issued_again_then_dead_and_replaced() -> None:
+    world = started(max_reissues=1, steps=1, checkpoint_every=0)
+    nan = float("nan")
+    first = next(iter(world.flights.values()))
+    world.send(world.completed(first, (nan, 1.0)))
+    assert world.state.root.dropped == {"unscored": 1} and f"{first.gid[:-2]}#1" in world.flights
+    world.send(world.completed(world.flights[f"{first.gid[:-2]}#1"], (nan, nan)))
+    root = world.state.root
+    assert root.dead == 1 and root.dead_draws == (first.draw,) and root.dropped == {"unscored": 1}
+    assert root.draw == 4, "the next prompt in data order replaces it"
+
+
+def test_one_failed_sibling_of_three_is_excluded_and_the_group_stays() -> None:
+    world = started(batch_size=1, max_inflight=1)
+    group = next(iter(world.flights.values()))
+    event = world.completed(group)
+    ids = tuple(f"x/{i}" for i in range(3))
+    head = SliceHead(parts=(PartHead(ids=ids, track="policy", versions=(0, 0, 0)),))
+    scores = ScoreHead(scores=(1.0, float("nan"), 0.0))
+    world.send(msgspec.structs.replace(event, slices=(SliceResult(head=head, scores={"exact": scores}),)))
+    assert [a.kind for a in world.log] == ["train", "publish"] and world.state.root.dropped == {}
+
+
+def test_on_failed_abort_ends_the_job_with_its_reason() -> None:
+    world = started(on_failed="abort")
+    world.send(world.completed(next(iter(world.flights.values())), (1.0, float("nan"))))
+    root = world.state.root
+    assert root.phase == "failed" and "on_failed: abort" in root.reason and root.outstanding == 0
+    assert world.log[-1].kind == "stop"
+
+
+def test_a_batch_without_an_update_counts_and_says_why() -> None:
+    world = started()
+    world.send(*(world.completed(g) for g in list(world.flights.values())))
+    record = world.log.pop(0)
+    world.send(Trained(seq=record.seq, id=record.id, versions={"policy": 0}, updates={"policy": 0}, reason="no tokens"))
+    root = world.state.root
+    assert root.batches == 1 and root.unsynced == () and len(world.flights) == 3
+    world.send(Published(track="policy", version=0))
+    assert not any(r.kind == "publish" for r in world.state.root.records)
+
+
+def test_repeats_and_strangers_are_ignored() -> None:
+    world = started()
+    group = next(iter(world.flights.values()))
+    event = world.completed(group)
+    world.send(event, event, Saved(seq=77), Dead(gid="nobody#0", stage="x", error="x"))
+    assert world.state.root.completed == 1 and world.state.root.dead == 0
+
+
+@pytest.mark.parametrize("seq_id", [(99, "x"), (1, "another")])
+def test_a_trainer_ahead_of_the_log_means_that_redis_went_back(seq_id: tuple[int, str]) -> None:
+    world = started()
+    world.send(*(world.completed(g) for g in list(world.flights.values())))
+    world.send(Trained(seq=seq_id[0], id=seq_id[1], versions={"policy": 1}, updates={"policy": 1}))
+    assert any(isinstance(c, Restore) for c in world.commands)
+
+
+def test_rolled_back_asks_for_restore() -> None:
+    world = started()
+    world.send(RolledBack(seq=3, detail="gone"))
+    assert any(isinstance(c, Restore) for c in world.commands)
+
+
+def test_a_checkpoints_cut_counts_its_batches_and_issues_the_open_groups_again() -> None:
+    world = started(checkpoint_every=1, max_staleness=1, max_inflight=6, need="at_least")
+    chosen = sorted(world.flights)[:3]
+    world.send(*(world.completed(world.flights[g]) for g in chosen))
+    saved = cut(world.state)
+    assert [r.kind for r in saved.root.records] == ["train", "publish", "checkpoint"] and len(saved.open) == 3
+    root = from_cut(saved, incarnation=2)
+    assert (root.batches, root.trained, root.dropped, root.incarnation) == (1, 3, {"restored": 3}, 2)
+    assert root.again == ((3, 1), (4, 1), (5, 1)) and root.outstanding == 0 and balanced(State(root, {}))
+
+
+def test_pause_stops_admission_and_resume_goes_on() -> None:
+    world = started()
+    world.send(Operator(command="pause"))
+    world.send(*(world.completed(g) for g in list(world.flights.values())))
+    world.send(*world.trainer())
+    world.send(*world.trainer())
+    assert world.state.root.batches == 1 and not world.flights and launch(world.plan, world.state.root) == 0
+    world.send(Operator(command="resume"))
+    assert len(world.flights) == 3
+
+
+def test_cancel_closes_everything_and_stops_the_trainer() -> None:
+    world = started()
+    world.send(Operator(command="cancel"))
+    root = world.state.root
+    assert root.phase == "cancelled" and root.dropped == {"cancelled": 3} and root.outstanding == 0
+    assert world.log[-1].kind == "stop" and not world.state.groups
+
+
+def test_a_fatal_failure_fails_the_job_and_another_only_notes() -> None:
+    world = started()
+    world.send(Failure(origin="reward", error="odd", fatal=False))
+    assert world.state.root.phase == "running"
+    world.send(Failure(origin="trainer", error="no such tensor", fatal=True))
+    assert world.state.root.phase == "failed" and world.state.root.reason == "trainer: no such tensor"
+
+
+def test_a_bad_prompt_is_dead_and_replaced_by_the_next() -> None:
+    world = started()
+    gid = sorted(world.flights)[0]
+    world.send(BadRecord(gid, "too long"))
+    assert world.state.root.dead == 1 and len(world.flights) == 3 and gid not in world.flights
+
+
+def test_sft_issues_records_that_are_ready_and_publishes_at_the_end_only() -> None:
+    world = World(
+        plan(domain="sft", branches=(), route=(), scorers=(), max_inflight=6, publish_at_end_only=True, advantages=False), 0
+    )
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
+    while world.log:
+        world.send(*world.trainer())
+    root = world.state.root
+    assert root.phase == "done" and root.trained == 12 and root.dropped == {} and root.published == {"policy": 4}
+    assert sum(isinstance(c, Stepped) for c in world.commands) == 4

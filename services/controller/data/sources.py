@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import string
 import zlib
@@ -74,8 +75,8 @@ class JsonlSource:
 
     def _record(self, line: bytes, number: int) -> Record:
         try:
-            value = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
+            value = json.loads(line)  # the standard reader keeps lone surrogates, so that they can be named
+        except ValueError as error:
             raise self._bad(number, line[:80].decode(errors="replace"), f"not valid JSON: {error}", "one object") from error
         if not isinstance(value, dict):
             raise self._bad(number, type(value).__name__, "not an object", "one JSON object a line")

@@ -1,0 +1,167 @@
+"""The HTTP API against a real server on loopback, with the controller's own threads and simulated workers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from services.controller.api.app import make_app
+from services.controller.mesh import Mesh
+from shared.config.settings import Settings
+from shared.wire.client import connect
+from tests.conftest import recipe
+from tests.simulated import Simulated
+
+
+@pytest.fixture
+def api(settings: Settings) -> Iterator[httpx.Client]:
+    app = make_app(settings, lambda: Mesh(lambda: connect(settings.redis_url), settings))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        yield client
+    server.should_exit = True
+    thread.join(30)
+
+
+def submit(api: httpx.Client, document: dict[str, Any], **more: Any) -> str:
+    answer = api.post("/v1/jobs", json={"document": document, **more})
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
+def until(api: httpx.Client, job: str, state: str, patience: float = 20) -> dict[str, Any]:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        view: dict[str, Any] = api.get(f"/v1/jobs/{job}").json()
+        if view["state"] == state:
+            return view
+        time.sleep(0.05)
+    raise AssertionError(view)
+
+
+def test_a_job_runs_to_its_end_and_shows_everything(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
+    document = recipe(model_folder, eval={"source": {"name": "sorting"}, "size": 3}, train__checkpoint_every=1)
+    job = submit(api, document)
+    view = until(api, job, "starting")
+    assert view["waits_for"] == "a trainer to load the model"
+    with Simulated(settings, job):
+        view = until(api, job, "done")
+    assert view["step"] == 3 and view["waits_for"] == "" and view["versions"]["published"] == {"policy": 3}
+    assert view["ledger"] == {"issued": 6, "trained": 6, "dropped": {}, "dead": 0, "in_flight": 0}
+    assert {e["tag"]: e["prompts"] for e in view["evals"]} == {"start": 3, "end": 3}
+    assert all(len(e["previews"]) == 3 and e["previews"][0]["prompt"].endswith(">") for e in view["evals"])
+    steps = api.get(f"/v1/jobs/{job}/steps").json()
+    assert [s["step"] for s in steps] == [1, 2, 3] and {"reward", "seconds/train", "groups_equal"} <= set(steps[0])
+    assert api.get(f"/v1/jobs/{job}/steps", params={"since": 2}).json() == steps[2:]
+    [row] = api.get("/v1/jobs").json()
+    assert row["id"] == job and row["state"] == "done"
+    assert api.get("/v1/jobs", params={"state": "failed"}).json() == []
+    kinds = [e["event"] for e in events(api, job)]
+    assert kinds.count("step") == 3 and "note" in kinds
+
+
+def events(api: httpx.Client, job: str, last: str | None = None) -> list[dict[str, Any]]:
+    headers = {"Last-Event-ID": last} if last else {}
+    answer = api.get(f"/v1/jobs/{job}/events", params={"follow": False}, headers=headers)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
+        if "data" in lines:
+            found.append(lines | {"data": json.loads(lines["data"])})
+    return found
+
+
+def test_events_resume_after_the_last_one_seen(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
+    job = submit(api, recipe(model_folder))
+    with Simulated(settings, job):
+        until(api, job, "done")
+    whole = events(api, job)
+    assert events(api, job, whole[-1]["id"]) == []
+    again = events(api, job, whole[2]["id"])
+    assert [e["data"] for e in again] == [e["data"] for e in whole[3:]]
+
+
+def test_cancel_ends_a_running_job(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
+    job = submit(api, recipe(model_folder, steps=100_000))
+    with Simulated(settings, job):
+        deadline = time.monotonic() + 20
+        while api.get(f"/v1/jobs/{job}").json()["step"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert api.post(f"/v1/jobs/{job}/cancel").status_code == 202
+        view = until(api, job, "cancelled")
+    assert view["ledger"]["in_flight"] == 0 and view["reason"]
+
+
+def test_pause_and_resume(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
+    job = submit(api, recipe(model_folder, steps=30))
+    with Simulated(settings, job, delay=0.02):
+        api.post(f"/v1/jobs/{job}/pause")
+        step = until(api, job, "paused")["step"]
+        time.sleep(0.5)
+        assert api.get(f"/v1/jobs/{job}").json()["step"] <= step + 1
+        api.post(f"/v1/jobs/{job}/resume")
+        until(api, job, "done")
+
+
+def test_a_bad_submission_is_a_problem_document_and_makes_nothing(api: httpx.Client, model_folder: Path) -> None:
+    answer = api.post("/v1/jobs", json={"document": recipe(model_folder, rollout__groupsize=2)})
+    assert answer.status_code == 422 and answer.headers["content-type"] == "application/problem+json"
+    body = answer.json()
+    assert body["problems"][0]["field"] == "rollout.groupsize" and body["problems"][0]["nearest"] == "group_size"
+    assert api.get("/v1/jobs").json() == []
+
+
+@pytest.mark.parametrize("body", [{}, {"recipe": "ar/sort", "document": {}}, {"recip": "x"}, {"document": 3}])
+def test_a_malformed_submission_is_422(api: httpx.Client, body: dict[str, Any]) -> None:
+    answer = api.post("/v1/jobs", json=body)
+    assert answer.status_code == 422 and answer.json()["status"] == 422
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs/none", "/v1/jobs/none/steps", "/v1/jobs/none/events", "/v1/nowhere"])
+def test_what_does_not_exist_is_404(api: httpx.Client, path: str) -> None:
+    answer = api.get(path)
+    assert answer.status_code == 404 and answer.headers["content-type"] == "application/problem+json"
+
+
+def test_dry_run_returns_the_plan_and_makes_nothing(api: httpx.Client, model_folder: Path) -> None:
+    overrides = [f"model.path={model_folder}"]
+    answer = api.post("/v1/jobs", json={"recipe": "ar/sort", "overrides": overrides, "dry_run": True})
+    assert answer.status_code == 200 and answer.json()["plan"]["batch_size"] == 32
+    assert api.get("/v1/jobs").json() == []
+
+
+def test_an_idempotency_key_makes_one_job(api: httpx.Client, model_folder: Path) -> None:
+    send = lambda: api.post(  # noqa: E731
+        "/v1/jobs", json={"document": recipe(model_folder)}, headers={"Idempotency-Key": "k"}
+    ).json()["id"]
+    assert send() == send() and len(api.get("/v1/jobs").json()) == 1
+
+
+def test_health(api: httpx.Client) -> None:
+    assert api.get("/healthz").status_code == api.get("/readyz").status_code == 200
+    assert api.get("/v1/workers").json() == [] and "ar/sort" in api.get("/v1/recipes").json()
+
+
+def test_a_failed_scorer_and_poison_show_in_counts_and_dead_letters(
+    api: httpx.Client, settings: Settings, model_folder: Path
+) -> None:
+    job = submit(api, recipe(model_folder, steps=4))
+    with Simulated(settings, job, poison=lambda row: row == 1):
+        view = until(api, job, "done")
+    assert view["ledger"]["dead"] == 1 and view["dead_letters"] == 1
+    [letter] = api.get(f"/v1/jobs/{job}/dead-letters").json()
+    assert letter["gid"] == "sorting:0:1#0" and "poison" in letter["error"] and letter["stage"] == "rollout.policy:0"

@@ -1,0 +1,227 @@
+"""Bad input: each gets an error that names the field, the value and what is legal, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.controller.data.intake import BadPrompt, Intake
+from services.controller.data.order import DataOrder
+from services.controller.data.sources import Record, open_source
+from services.controller.jobs import Job, create, prepare
+from shared.config.compose import compose, listed
+from shared.config.problems import BadInput
+from shared.config.sections import Component, Data
+from shared.config.settings import Settings
+from shared.wire.keys import JOBS
+from tests.conftest import recipe
+
+
+def problem(document: Any, settings: Settings) -> str:
+    with pytest.raises(BadInput) as caught:
+        prepare(document, settings)
+    return str(caught.value)
+
+
+def jsonl(path: Path, *rows: Any) -> dict[str, Any]:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return {"name": "jsonl", "params": {"path": str(path)}}
+
+
+ROWS = tuple({"prompt": f"{i}>", "answer": str(i)} for i in range(4))
+
+
+def test_a_good_recipe_passes(settings: Settings, model_folder: Path) -> None:
+    job = prepare(recipe(model_folder), settings)
+    assert isinstance(job, Job) and job.doc.plan.max_inflight == 2 and job.doc.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"domain": "arr"}, ["domain", "'arr'", "did you mean 'ar'"]),
+        ({"rollout__groupsize": 4}, ["rollout.groupsize", "unknown key", "did you mean 'group_size'"]),
+        ({"train__optimizer__learning_rate": 1}, ["train.optimizer.learning_rate", "legal: betas"]),
+        ({"steps": 0}, ["steps", "greater than or equal to 1", "0"]),
+        ({"rollout__sampling__max_new_tokens": 500}, ["rollout.sampling.max_new_tokens", "500", "less than", "128"]),
+        ({"rollout__sampling__temperature": 0}, ["rollout.sampling.temperature", "greedy"]),
+        ({"rollout__sampling__top_k": 5}, ["top_k", "whole distribution"]),
+        ({"reward__scorers": {"x": {"name": "exact_mach"}}}, ["reward.scorers.x.name", "did you mean 'exact_match'"]),
+        ({"reward__scorers": {"x": {"name": "length"}}}, ["reward.scorers.x.params.target", "required"]),
+        ({"reward__scorers": {"a.b": {"name": "exact_match"}}}, ["reward.scorers.a.b", "holds no"]),
+        ({"algorithm__params": {"clip": 1}}, ["algorithm.params.clip", "did you mean 'clip_range'"]),
+        ({"data__source": {"name": "sort"}}, ["data.source.name", "did you mean 'sorting'"]),
+        ({"data__source": {"name": "sorting", "params": {"digits": 0}}}, ["data.source.params.digits", "0"]),
+        ({"data__source": {"name": "sorting", "params": {"size": 1}}}, ["data.batch_size", "larger than the data", "1 to 1"]),
+        ({"schedule": {"weight_sync_interval": 3}}, ["schedule.max_staleness", "at least weight_sync_interval - 1 = 2"]),
+        ({"schedule": {"max_inflight": 1}}, ["schedule.max_inflight", "no batch could form"]),
+        ({"schedule": {"max_staleness": 2}}, ["schedule.max_staleness", "async_ar"]),
+        ({"data__source": {"name": "reasoning_gym", "params": {"dataset": "no_such"}}}, ["no_such", "refused"]),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_values(settings: Settings, model_folder: Path, client: Any, changes: dict[str, Any], words: list[str]) -> None:
+    said = problem(recipe(model_folder, **changes), settings)
+    assert all(word in said for word in words), said
+    assert not client.exists(JOBS)
+
+
+def test_all_problems_are_listed_at_once(settings: Settings, model_folder: Path) -> None:
+    said = problem(recipe(model_folder, steps=-1, seed=-1, name=3), settings)
+    assert said.count("\n") == 2
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
+def test_a_model_folder_without_its_files(settings: Settings, model_folder: Path, tmp_path: Path, missing: str) -> None:
+    broken = shutil.copytree(model_folder, tmp_path / "broken")
+    (broken / missing).unlink()
+    said = problem(recipe(broken), settings)
+    assert "model.path" in said and missing in said
+
+
+@pytest.mark.parametrize("path", ["/etc", "../../etc", "/no/such"])
+def test_paths_lie_below_the_roots(settings: Settings, path: str) -> None:
+    said = problem(recipe(path), settings)
+    assert "not below a configured root" in said and str(settings.roots[0]) in said
+
+
+def test_a_path_that_leaves_a_root_by_a_link_is_refused(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc")
+    assert "not below a configured root" in problem(recipe(tmp_path / "link"), settings)
+
+
+@pytest.mark.parametrize("job", ["job:none", "job:../x"])
+def test_a_model_of_a_job_that_published_nothing(settings: Settings, job: str) -> None:
+    assert "model.path" in problem(recipe(job), settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ((*ROWS[:2], "{broken\n", *ROWS[2:]), ["data.jsonl line 3", "not valid JSON"]),
+        ((*ROWS, "[1]\n"), ["line 5", "not an object"]),
+        ((*ROWS, {"answer": "1"}), ["line 5", "'prompt' holds no prompt"]),
+        ((*ROWS, {"prompt": ""}), ["line 5", "not empty"]),
+        ((*ROWS, '{"prompt": "\\ud83d>"}\n'), ["line 5", "surrogate"]),
+        ((*ROWS, '{"prompt": "1>", "answer": ["\\ude00"]}\n'), ["line 5", "surrogate"]),
+        ((*ROWS, {"prompt": "9" * 200}), ["data.source record 5", "200 tokens", "at most 124"]),
+        ((*ROWS, {"prompt": [{"role": "user", "content": "x"}]}), ["record 5", "data.chat"]),
+        (ROWS[:1], ["data.batch_size", "larger than the data"]),
+        ((), ["holds no records"]),
+    ],
+    ids=["broken", "list", "missing", "empty", "surrogate", "deep-surrogate", "too-long", "messages", "few", "none"],
+)
+def test_data_files(settings: Settings, model_folder: Path, tmp_path: Path, rows: Any, words: list[str]) -> None:
+    said = problem(recipe(model_folder, data__source=jsonl(tmp_path / "data.jsonl", *rows)), settings)
+    assert all(word in said for word in words), said
+
+
+def test_duplicate_ids_are_named(settings: Settings, model_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1>", "id": "a"}, {"prompt": "2>", "id": "b"}, {"prompt": "3>", "id": "a"}]
+    source = jsonl(tmp_path / "data.jsonl", *rows)
+    source["params"]["id"] = "id"
+    said = problem(recipe(model_folder, data__source=source), settings)
+    assert "line 3" in said and "'a'" in said and "twice" in said
+
+
+def test_emoji_and_other_scripts_are_fine(settings: Settings, model_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": text} for text in ("😀>", "日本>", "e\u0301>", "\u200d>")]
+    prepare(recipe(model_folder, data__source=jsonl(tmp_path / "data.jsonl", *rows)), settings)
+
+
+def test_a_group_of_one_with_a_group_baseline_warns(settings: Settings, model_folder: Path) -> None:
+    [warning] = prepare(recipe(model_folder, rollout__group_size=1), settings).doc.warnings
+    assert "rollout.group_size is 1" in warning
+
+
+def test_a_domain_without_engines_is_refused_by_name(settings: Settings, model_folder: Path) -> None:
+    document = recipe(model_folder, domain="diffusion")
+    document["rollout"] = {"group_size": 2, "sampling": {"num_inference_steps": 4, "height": 8, "width": 8}}
+    assert "its engines are not there yet" in problem(document, settings)
+
+
+def test_one_key_makes_one_job(settings: Settings, model_folder: Path, client: Any) -> None:
+    jobs = [create(client, prepare(recipe(model_folder), settings), "key") for _ in range(2)]
+    assert jobs[0] == jobs[1] and client.hlen(JOBS) == 1
+
+
+# recipes and data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", listed())
+def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, name: str) -> None:
+    prepare(compose(name, [f"model.path={model_folder}"]), settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "word"),
+    [
+        ("ar/sorte", [], "did you mean 'ar/sort'"),
+        ("ar/sort", [], "model.path: must be given"),
+        ("ar/sort", ["model.path=${oc.env:HOME}"], "resolvers are refused"),
+        ("ar/sort", ["a=b=c=["], "overrides"),
+    ],
+)
+def test_recipes_that_do_not_compose(name: str, overrides: list[str], word: str) -> None:
+    with pytest.raises(BadInput, match=r".*"):
+        try:
+            compose(name, overrides)
+        except BadInput as error:
+            assert word in str(error), str(error)
+            raise
+
+
+def test_overrides_follow_hydras_grammar(model_folder: Path) -> None:
+    document = compose("ar/sort", [f"model.path={model_folder}", "train.optimizer.betas=[0.5,0.6]", "+deterministic=true"])
+    assert document["train"]["optimizer"]["betas"] == [0.5, 0.6] and document["deterministic"] is True
+
+
+def test_the_cursor_is_exact_over_epochs() -> None:
+    order = DataOrder("s", 10, shuffle=True, seed=3)
+    epochs = [[order.place(e * 10 + i)[1] for i in range(10)] for e in range(3)]
+    assert all(sorted(e) == list(range(10)) for e in epochs) and epochs[0] != epochs[1]
+    assert order.root(25) == f"s:2:{epochs[2][5]}" == DataOrder("s", 10, True, 3).root(25)
+
+
+def test_a_jsonl_row_is_read_by_its_number(settings: Settings, tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "answer": i} for i in range(50)]
+    source = open_source(Component(**jsonl(tmp_path / "d.jsonl", *rows)), settings, "data.source")
+    assert [source.get(i).prompt for i in (49, 0, 7)] == ["p49", "p0", "p7"] and source.get(7).metadata == {"answer": 7}
+
+
+def test_the_careless_teacher_is_right_three_times_in_ten(settings: Settings) -> None:
+    source = open_source(Component(name="sorting"), settings, "data.source")
+    rows = [source.get(i) for i in range(2000)]
+    right = sum(r.target == r.metadata["answer"] for r in rows) / 2000
+    assert 0.26 < right < 0.34 and source.get(7) == rows[7]
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_prompts_are_tokenized_as_transformers_does(model_folder: Path, raw: bool) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(model_folder)
+    intake = Intake(model_folder, _data(chat=not raw, system=None if raw else "be brief"), 8)
+    if raw:
+        assert intake.prompt(Record(prompt="12>")).tokens == theirs("12>").input_ids
+        return
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12>"}]
+    wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert intake.prompt(Record(prompt="12>")).tokens == wanted
+
+
+def test_stop_tokens_come_from_the_models_files(model_folder: Path) -> None:
+    assert Intake(model_folder, _data(), 8).stop_tokens == (1,)
+
+
+def test_a_prompt_too_long_at_intake_is_named(model_folder: Path) -> None:
+    with pytest.raises(BadPrompt, match="121 tokens: at most 120"):
+        Intake(model_folder, _data(), 8).prompt(Record(prompt="1" * 121))
+
+
+def _data(chat: bool = False, system: str | None = None) -> Data:
+    return Data(source=Component(name="sorting"), batch_size=1, chat=chat, system=system)

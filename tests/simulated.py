@@ -1,0 +1,136 @@
+"""Workers without models, on the real consumer loop and the real trainer link: a job runs on them as on a mesh."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from services.rollout.handler import filled
+from services.trainer.link import Link
+from shared.config.settings import Settings
+from shared.types import Sample, Text, TextSegment
+from shared.wire import codec
+from shared.wire.bodies import BodyStore, open_bodies
+from shared.wire.client import connect
+from shared.wire.consumer import Consumer
+from shared.wire.envelope import LogEntry, Published, Saved, ScoreHead, Started, Trained
+from shared.wire.errors import Poison
+from shared.wire.hops import Result, Work
+from shared.wire.keys import JobKeys, assignment
+
+Poisonous = Callable[[int], bool]
+
+
+class Instant:
+    """Fills or scores at once, or after `delay` seconds."""
+
+    def __init__(self, stage: str, delay: float, poison: Poisonous) -> None:
+        self.stage, self.delay, self.poison = stage, delay, poison
+
+    def capacity(self) -> int:
+        return 256
+
+    def progressed(self) -> float:
+        return time.monotonic()
+
+    def submit(self, works: Sequence[Work]) -> Sequence[Future[Result]]:
+        time.sleep(self.delay)
+        out = []
+        for work in works:
+            future: Future[Result] = Future()
+            row = int(work.envelope.gid.partition("#")[0].rpartition(":")[2])
+            if self.stage.startswith("rollout") and work.envelope.kind == "train" and self.poison(row):
+                future.set_exception(Poison("poison"))
+            else:
+                future.set_result(self._result(work))
+            out.append(future)
+        return out
+
+    def _result(self, work: Work) -> Result:
+        rows = work.envelope.slice[1] - work.envelope.slice[0]
+        if self.stage.startswith("reward"):
+            return ScoreHead(scores=tuple(float(i % 2) for i in range(rows)))
+        assert work.inline is not None
+        [sample] = codec.decode(work.inline, list[Sample])
+        segment = TextSegment(
+            tokens=np.arange(3 * rows, dtype=np.int32),
+            lengths=np.full(rows, 3, np.int32),
+            log_probs=np.zeros(3 * rows, np.float32),
+        )
+        version = np.full(rows, work.envelope.needs["policy"].version, np.int64)
+        sample = sample.fill(
+            segment,
+            primitives={"text": (Text("abc"),) * rows},
+            status=("ok",) * rows,
+            output_version=version,
+        )
+        return filled([sample], "simulated", self.delay)
+
+
+class Simulated:
+    """One worker per stage and one trainer, as threads, for the length of a `with` block."""
+
+    def __init__(
+        self, settings: Settings, job: str, delay: float = 0.0, poison: Poisonous = lambda row: False
+    ) -> None:
+        self.settings, self.job, self.keys = settings, job, JobKeys(job)
+        self.stopping = threading.Event()
+        document = codec.unpack(self.connect().get(self.keys.doc), dict)
+        scorers = [f"reward.{name}" for name in document["plan"]["scorers"]]
+        store = self.store()
+        self.consumers = [
+            Consumer(self.connect, self.keys, stage, Instant(stage, delay, poison), store)
+            for stage in ["rollout.policy", *scorers]
+        ]
+        self.threads = [threading.Thread(target=c.run, daemon=True) for c in self.consumers]
+        self.threads.append(threading.Thread(target=self.train, daemon=True))
+
+    def connect(self) -> Any:
+        return connect(self.settings.redis_url)
+
+    def store(self) -> BodyStore:
+        return BodyStore(self.connect(), self.keys, open_bodies(self.settings.bodies, self.job))
+
+    def __enter__(self) -> Simulated:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        for consumer in self.consumers:
+            consumer.stop()
+        for thread in self.threads:
+            thread.join(20)
+
+    def train(self) -> None:
+        """Applies records at once and opens every body."""
+        client, value = self.connect(), uuid4().hex.encode()
+        client.set(assignment("simulated"), value)
+        link = Link(client, self.keys, self.store(), "simulated", value)
+        versions = {"policy": 0}
+        link.report(Started(applied_seq=0, versions=versions, published=versions, world_size=1))
+        while not self.stopping.is_set():
+            entry = link.next()
+            if isinstance(entry, LogEntry):
+                versions = self.apply(link, entry, versions)
+                link.applied(entry)
+
+    def apply(self, link: Link, entry: LogEntry, versions: dict[str, int]) -> dict[str, int]:
+        if entry.kind == "train":
+            link.bodies(entry)
+            versions = {"policy": versions["policy"] + 1}
+            link.report(Trained(seq=entry.seq, id=entry.id, versions=versions, updates={"policy": 1}, metrics={"loss": 0.5}))
+        elif entry.kind == "publish":
+            link.report(Published(track="policy", version=versions["policy"], nbytes=1))
+        elif entry.kind == "checkpoint":
+            link.report(Saved(seq=entry.seq))
+        elif entry.kind == "stop":
+            self.stopping.set()
+        return versions

@@ -1,0 +1,191 @@
+"""The engine and the handler in front of it: batching, versions, deterministic mode, errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.handler import RolloutHandler, VersionMissing
+from shared.config.builtin import Engine as EngineParams
+from shared.models.ar.bundle import exported, load
+from shared.types import ARSamplingParams, Sample
+from shared.weights.store import WeightsDamaged, WeightStore
+from shared.wire import codec
+from shared.wire.bodies import BodyStore, DirectoryBodies
+from shared.wire.envelope import Envelope, Need, PartHead, SliceHead
+from shared.wire.hops import Filled, Result, Work
+from shared.wire.keys import JobKeys
+from shared.wire.scripts import Entry
+
+PARAMS = ARSamplingParams(max_new_tokens=6, stop_token_ids=(1,), seed=5)
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> Iterator[TransformersEngine]:
+    found = TransformersEngine(load(model_folder, None), EngineParams(batch_wait_ms=20))
+    yield found
+    found.close()
+
+
+def request(root: str, n: int = 3, prompt: tuple[int, ...] = (20, 21, 22), params: ARSamplingParams = PARAMS) -> list[Sample]:
+    return [Sample.request([root], params, n=n, texts=["x"], tokens=[list(prompt)])]
+
+
+def tokens(samples: list[Sample]) -> list[int]:
+    return list(samples[0].frontier.text_segment.tokens)
+
+
+def test_a_filled_slice_has_everything_that_later_stages_need(engine: TransformersEngine) -> None:
+    [sample] = engine.submit(request("a:0:0")).result(30)
+    part = sample.frontier
+    segment = part.text_segment
+    assert part.sample_ids == ("a:0:0/0", "a:0:0/1", "a:0:0/2") and segment.log_probs is not None
+    assert segment.log_probs.dtype == np.float32 and len(segment.log_probs) == segment.lengths.sum()
+    assert set(part.status or ()) <= {"ok", "truncated"} and len(part.text) == 3
+    assert segment.finish_reasons is not None and part.output_version is not None
+
+
+def test_slices_of_one_kind_share_a_batch_and_the_result_does_not_depend_on_it(engine: TransformersEngine) -> None:
+    together = [engine.submit(request(f"a:0:{i}", prompt=(20 + i, 21))) for i in range(6)]
+    found = [tokens(f.result(30)) for f in together]
+    single = [tokens(engine.submit(request(f"a:0:{i}", prompt=(20 + i, 21))).result(30)) for i in range(6)]
+    assert found == single and len({tuple(f) for f in found}) > 1
+
+
+def test_slices_of_other_parameters_are_not_mixed(engine: TransformersEngine) -> None:
+    short = msgspec.structs.replace(PARAMS, max_new_tokens=2)
+    futures = [engine.submit(request(f"a:0:{i}", params=PARAMS if i % 2 else short)) for i in range(4)]
+    longest = [max(f.result(30)[0].frontier.text_segment.lengths) for f in futures]
+    assert longest[0] <= 2 and longest[2] <= 2 and max(longest[1], longest[3]) > 2
+
+
+def test_an_error_belongs_to_its_batch_only(engine: TransformersEngine) -> None:
+    bad = engine.submit(request("a:0:0", prompt=(5000,)))
+    with pytest.raises(IndexError):
+        bad.result(30)
+    assert engine.submit(request("a:0:0")).result(30)
+
+
+def test_very_different_lengths_are_not_padded_together(engine: TransformersEngine) -> None:
+    engine.waiting = [(request("a:0:0", prompt=(9,) * n), False, Future()) for n in (3, 100, 5, 90)]
+    lengths = [sorted(len(i[0][0].conditioning(0)) for i in engine._choose()) for _ in range(2)]
+    engine.waiting.clear()
+    assert lengths == [[3, 5], [90, 100]]
+
+
+# the handler -----------------------------------------------------------------------------------------------------------------
+
+
+class Setup:
+    def __init__(self, engine: TransformersEngine, client: Any, folder: Path) -> None:
+        self.engine, self.store = engine, WeightStore(folder / "weights", "policy")
+        bodies = BodyStore(client, JobKeys("j"), DirectoryBodies(folder / "bodies"))
+        self.handler = RolloutHandler(engine, self.store, bodies, "policy", "me", patience_s=1.0)
+
+    def publish(self, version: int, scale: float = 1.0) -> None:
+        bundle = self.engine.bundle
+        state = {n: v * scale for n, v in exported(bundle.model.state_dict(), bundle.tied).items()}
+        self.store.publish(1, version, lambda folder: save_file(state, folder / "model.safetensors"))
+
+    def work(self, root: str, need: Need, deterministic: bool = False) -> Work:
+        head = SliceHead(parts=(PartHead(ids=(), track="policy"),))
+        envelope = Envelope(
+            id="m",
+            job="j",
+            incarnation=1,
+            kind="train",
+            route=("rollout.policy", "reward"),
+            position=0,
+            scorers=("a",),
+            gid=f"{root}#0",
+            shelf=0,
+            slice=(0, 3),
+            needs={"policy": need},
+            head=head,
+            deterministic=deterministic,
+        )
+        body = codec.encode(request(root))
+        return Work(Entry("s", "1-1", {}), envelope, body, time.monotonic())
+
+    def one(self, root: str, need: Need, **more: Any) -> Filled:
+        [future] = self.handler.submit([self.work(root, need, **more)])
+        found: Result = future.result(30)
+        assert isinstance(found, Filled)
+        return found
+
+
+@pytest.fixture
+def setup(engine: TransformersEngine, client: Any, tmp_path: Path) -> Setup:
+    return Setup(engine, client, tmp_path)
+
+
+def test_the_version_that_a_message_needs_is_pulled_and_stamped(setup: Setup) -> None:
+    setup.publish(0)
+    first = setup.one("a:0:0", Need("exactly", 0))
+    setup.publish(1, scale=0.5)
+    second = setup.one("a:0:0", Need("exactly", 1))
+    assert [f.head.parts[0].versions for f in (first, second)] == [(0, 0, 0), (1, 1, 1)]
+    a, b = (codec.decode(b"".join(f.parts), list[Sample]) for f in (first, second))
+    assert a[0].frontier.text_segment.log_probs is not None and b[0].frontier.text_segment.log_probs is not None
+    assert a[0].frontier.text_segment.log_probs.tobytes() != b[0].frontier.text_segment.log_probs.tobytes()
+    again = setup.one("a:0:0", Need("exactly", 0))  # a pinned evaluation of the older version
+    assert b"".join(again.parts) == b"".join(first.parts)
+
+
+def test_at_least_takes_the_newest_and_exactly_does_not(setup: Setup) -> None:
+    for version in (0, 1, 2):
+        setup.publish(version)
+    assert set(setup.one("a:0:0", Need("at_least", 1)).head.parts[0].versions) == {2}
+    assert set(setup.one("a:0:0", Need("exactly", 1)).head.parts[0].versions) == {1}
+
+
+def test_a_version_that_comes_later_is_waited_for(setup: Setup) -> None:
+    [future] = setup.handler.submit([setup.work("a:0:0", Need("exactly", 3))])
+    threading.Timer(0.3, setup.publish, (3,)).start()
+    assert isinstance(future.result(30), Filled)
+
+
+def test_a_version_that_never_comes_is_an_error_that_names_it(setup: Setup) -> None:
+    [future] = setup.handler.submit([setup.work("a:0:0", Need("exactly", 9))])
+    with pytest.raises(VersionMissing, match="version 9 of policy"):
+        future.result(30)
+
+
+def test_a_damaged_version_is_refused(setup: Setup) -> None:
+    setup.publish(4)
+    shard = setup.store.path(1, 4) / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    [future] = setup.handler.submit([setup.work("a:0:0", Need("exactly", 4))])
+    with pytest.raises(WeightsDamaged):
+        future.result(30)
+
+
+def test_deterministic_slices_are_computed_alone(setup: Setup) -> None:
+    """The bytes of a slice are the same whether others were submitted with it or not."""
+    setup.publish(0)
+    single = setup.one("a:0:1", Need("exactly", 0), deterministic=True)
+    works = [setup.work(f"a:0:{i}", Need("exactly", 0), deterministic=True) for i in range(4)]
+    found = [f.result(30) for f in setup.handler.submit(works)]
+    assert isinstance(found[1], Filled) and b"".join(found[1].parts) == b"".join(single.parts)
+
+
+def test_the_store_collects_old_versions_but_not_leased_or_pinned_ones(setup: Setup) -> None:
+    for version in range(6):
+        setup.publish(version)
+    with setup.store.leased(1, 1, "reader"):
+        assert setup.store.collect(1, keep=2, pinned=frozenset({0})) == [2, 3]
+    assert setup.store.versions(1) == [0, 1, 4, 5]
+    assert setup.store.collect(1, keep=2) == [0, 1]
+    assert setup.store.publish(1, 5, lambda folder: None) == 0, "a complete version is never rewritten"

@@ -22,7 +22,6 @@ from shared.wire.scripts import Scripts
 log = logging.getLogger(__name__)
 
 LEASE = "unimesh:registry-lease"
-LEASE_MS = 5000
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -81,8 +80,10 @@ def read_workers(client: Any) -> list[Worker]:
 class Registry:
     """Keeps assignments true. One controller at a time does it, under a lease."""
 
-    def __init__(self, connect: Callable[[], Any], wanted: Callable[[], Sequence[Wanted]]) -> None:
-        self.client, self.wanted = connect(), wanted
+    def __init__(
+        self, connect: Callable[[], Any], wanted: Callable[[], Sequence[Wanted]], lease_ms: int = 5000
+    ) -> None:
+        self.client, self.wanted, self.lease_ms = connect(), wanted, lease_ms
         self.scripts = Scripts(self.client)
         self.token = uuid4().hex
         self.stopping = threading.Event()
@@ -90,7 +91,7 @@ class Registry:
     def run(self) -> None:
         while not self.stopping.wait(0.2):
             try:
-                if self.scripts.lease(LEASE, self.token, LEASE_MS, take=True) == "MINE":
+                if self.scripts.lease(LEASE, self.token, self.lease_ms, take=True) == "MINE":
                     self.step()
             except AWAY:
                 time.sleep(0.5)

@@ -34,7 +34,7 @@ class Mesh:
         self.ended: set[str] = set()
         self.stopping = threading.Event()
         self.wake = threading.Event()
-        self.registry = Registry(connect, self.wanted)
+        self.registry = Registry(connect, self.wanted, int(settings.lease_s * 1000 / 3))
         self.threads = [
             threading.Thread(target=self.watch, name="jobs", daemon=True),
             threading.Thread(target=self.registry.run, name="registry", daemon=True),
@@ -85,7 +85,8 @@ class Mesh:
 
     def _start(self, doc: JobDoc) -> None:
         try:
-            runner = Runner(self.connect, open_job(doc, self.settings), self.settings)
+            lease_ms = int(self.settings.lease_s * 1000 * 2 / 3)
+            runner = Runner(self.connect, open_job(doc, self.settings), self.settings, lease_ms)
         except (BadInput, OSError) as error:
             self.client.xadd(
                 JobKeys(doc.id).inbox, {"e": pack(Failure(origin="controller", error=str(error), fatal=False))}

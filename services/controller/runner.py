@@ -28,7 +28,6 @@ from shared.wire.scripts import Entry, Scripts, Write, ensure_group, new_revisio
 
 log = logging.getLogger(__name__)
 
-LEASE_MS = 10_000
 BATCH = 64
 """Most events of one commit."""
 BLOCK_MS = 500
@@ -40,7 +39,7 @@ class Runner:
     Waits for: inbox entries, ticks. Unblocked by: commits of workers and the trainer, the API's commands, stop().
     """
 
-    def __init__(self, connect: Callable[[], Any], job: Job, settings: Settings, lease_ms: int = LEASE_MS) -> None:
+    def __init__(self, connect: Callable[[], Any], job: Job, settings: Settings, lease_ms: int = 10_000) -> None:
         self.job, self.keys, self.settings = job, job.keys, settings
         self.client = connect()
         self.scripts = Scripts(self.client)

@@ -36,7 +36,8 @@ class Stream:
         keys, client = JobKeys(job), connect(settings.redis_url)
         store = BodyStore(client, keys, open_bodies(settings.bodies, job))
         self.handler = ScoreHandler(reward.scorers[name], store, f"{socket.gethostname()}-{os.getpid()}")
-        policy = Policy(stall_s=2 * reward.scorers[name].timeout_s + 60)
+        lease = settings.lease_s
+        policy = Policy(lease, lease / 5, stall_s=2 * reward.scorers[name].timeout_s + 60)
         self.consumer = Consumer(
             lambda: connect(settings.redis_url), keys, f"reward.{name}", self.handler, None, policy
         )

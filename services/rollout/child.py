@@ -52,7 +52,8 @@ def run(settings: Any, assignment: dict[str, str], agent: str) -> None:
     engine = ENGINES[section.engine.name](doc["recipe"], Path(doc["files"]), weights, params)
     store = BodyStore(client, keys, open_bodies(settings.bodies, job))
     handler = RolloutHandler(engine, WeightStore(settings.weights(job), track), store, track, agent)
-    policy = Policy(stall_s=section.stall_s, deadline_s=section.deadline_s)
+    lease = settings.lease_s
+    policy = Policy(lease, lease / 5, stall_s=section.stall_s, deadline_s=section.deadline_s)
     consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)
     signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
     consumer.run()

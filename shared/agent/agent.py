@@ -22,7 +22,7 @@ import redis
 
 from shared.agent.backoff import Backoff
 from shared.agent.process import Child
-from shared.agent.registry import BEAT_S, WORKER_TTL_MS, Assignment, Service, Worker
+from shared.agent.registry import BEAT_S, Assignment, Service, Worker
 from shared.config.settings import Settings
 from shared.wire import keys
 from shared.wire.client import RedisUnfit, check_server, connect
@@ -49,7 +49,7 @@ class Agent:
         self.env = dict(os.environ) | dict(child_env or {})
         self.name = f"{service}-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:6]}"
         self.client = connect(settings.redis_url)
-        self.since = time.time()
+        self.since, self.ttl_ms = time.time(), int(max(settings.lease_s * 400, 4 * BEAT_S * 1000))
         self.child: Child | None = None
         self.given: Assignment | None = None
         self.backoff = Backoff()
@@ -65,7 +65,7 @@ class Agent:
                 self.reconcile(assignment)
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 log.warning("Redis is away: %s", error)
-                if self.given and time.monotonic() - self.reached > 10 * WORKER_TTL_MS / 1000:
+                if self.given and time.monotonic() - self.reached > 10 * self.ttl_ms / 1000:
                     self.drop_child("Redis has been away too long to keep the assignment")
             self.stopping.wait(BEAT_S)
         self.leave()
@@ -89,7 +89,7 @@ class Agent:
             beat=time.time(),
         )
         with self.client.pipeline(transaction=False) as pipe:
-            pipe.set(keys.worker(self.name), pack(worker), px=WORKER_TTL_MS)
+            pipe.set(keys.worker(self.name), pack(worker), px=self.ttl_ms)
             pipe.sadd(keys.WORKERS, self.name)
             pipe.get(keys.assignment(self.name))
             packed = pipe.execute()[2]

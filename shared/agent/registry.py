@@ -7,9 +7,8 @@ from typing import Literal
 import msgspec
 
 Service = Literal["rollout", "reward", "trainer"]
-WORKER_TTL_MS = 6000
-"""A worker whose registration is not renewed for so long is gone."""
 BEAT_S = 0.25
+"""Between two beats of an agent; a registration that is not renewed for 0.4 leases is gone."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):

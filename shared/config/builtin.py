@@ -20,7 +20,8 @@ class Grpo(Params):
 
 
 class CrossEntropy(Params):
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    horizon: int = pydantic.Field(8192, ge=1)
 
 
 class ExactMatch(Params):

@@ -113,6 +113,11 @@ class Optimizer(Section):
     """Floor of linear and cosine decay, as a share of lr."""
     grad_clip: float = Field(1.0, gt=0)
 
+    def check_total(self, total: int) -> None:
+        """ValueError unless the decaying schedules have steps left after their warm-up."""
+        if self.schedule in ("linear", "cosine") and not 0 <= self.warmup_steps < total:
+            raise ValueError(f"warmup_steps {self.warmup_steps} of {total} optimizer steps: must be less")
+
 
 class Train(Section):
     optimizer: Optimizer

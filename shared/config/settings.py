@@ -22,6 +22,8 @@ class Settings:
     """CPU threads of a child that computes."""
     logs: Path | None
     """Folder for the children's output; None: this process's own."""
+    lease_s: float = 15.0
+    """How long a silent worker keeps what it holds: leases on messages, on jobs, and its registration follow it."""
 
     def weights(self, job: str) -> Path:
         return self.state / "jobs" / job / "weights"
@@ -51,4 +53,5 @@ def from_environment() -> Settings:
         bodies=os.environ.get("UNIMESH_BODIES", f"dir:{state / 'bodies'}"),
         threads=int(os.environ.get("UNIMESH_THREADS", "0")) or max(1, os.cpu_count() or 1),
         logs=Path(logs) if logs else None,
+        lease_s=float(os.environ.get("UNIMESH_LEASE_S", "15")),
     )

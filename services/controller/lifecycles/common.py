@@ -72,6 +72,7 @@ def check_components(recipe: RolloutRecipe) -> None:
     specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
     specs.check("engine", recipe.rollout.engine.name, recipe.rollout.engine.params, "rollout.engine")
     check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch)
+    check_optimizer(recipe)
     check_scorers(recipe.reward)
     if recipe.eval is not None:
         specs.check("source", recipe.eval.source.name, recipe.eval.source.params, "eval.source")
@@ -81,6 +82,15 @@ def check_components(recipe: RolloutRecipe) -> None:
     if sampling.top_p < 1 or sampling.top_k:
         value = {"top_p": sampling.top_p, "top_k": sampling.top_k}
         raise bad("rollout.sampling", value, "training replays the whole distribution", "top_p 1 and top_k 0")
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    optimizer = recipe.train.optimizer
+    total = recipe.steps * recipe.train.num_updates_per_batch
+    try:
+        optimizer.check_total(total)
+    except ValueError as error:
+        raise bad("train.optimizer.warmup_steps", optimizer.warmup_steps, str(error), f"0 to {total - 1}") from error
 
 
 def check_algorithm(algorithm: Component, updates: int) -> None:

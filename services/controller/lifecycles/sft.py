@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.controller.lifecycles.common import check_algorithm
+from services.controller.lifecycles.common import check_algorithm, check_optimizer
 from services.controller.lifecycles.state import Plan
 from shared.config import specs
 from shared.config.sections import SftRecipe
@@ -17,6 +17,7 @@ class Recipe(SftRecipe):
 def plan(recipe: SftRecipe) -> Plan:
     specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
     check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch)
+    check_optimizer(recipe)
     return Plan(
         domain="sft",
         steps=recipe.steps,

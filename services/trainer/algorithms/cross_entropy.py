@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from services.trainer.aggregation import aggregate
+from services.trainer.aggregation import aggregate, per_sequence
 from services.trainer.algorithms.base import Micro, Tally
 from shared.config.builtin import CrossEntropy as Params
 
@@ -13,8 +14,16 @@ class CrossEntropy:
     idle_without_advantage = False
 
     def __init__(self, params: Params) -> None:
-        self.aggregation = params.aggregation
+        self.aggregation, self.horizon = params.aggregation, params.horizon
 
     def loss(self, micro: Micro, tally: Tally) -> Tensor:
         tally.mean("target_probability", micro.new.detach().exp(), micro.mask)
-        return aggregate(-micro.new, micro.lengths, micro.mask, self.aggregation)
+        if self.aggregation == "seq-mean-token-mean":
+            return _sequence_means(-micro.new, micro)
+        return aggregate(-micro.new, micro.lengths, micro.mask, self.aggregation, self.horizon)
+
+
+def _sequence_means(nll: Tensor, micro: Micro) -> Tensor:
+    """Mean over all sequences of `sum(nll m) / sum(m)`; unlike the policy losses, fractional weights divide as they are."""
+    sums, weights = per_sequence(nll * micro.mask, micro.lengths), per_sequence(micro.mask, micro.lengths)
+    return torch.where(weights > 0, sums / weights.clamp(min=torch.finfo(weights.dtype).tiny), 0.0).mean()

@@ -16,7 +16,7 @@ Tokens = np.ndarray[Any, Any]
 
 
 def replay(bundle: Bundle, prompts: Sequence[Tokens], completions: Sequence[Tokens], temperature: float = 1.0) -> Tensor:
-    """fp32 log-probs of all completion tokens, packed [sum of completion lengths], differentiable in the weights.
+    """Log-probs (at least fp32) of all completion tokens, packed [sum of completion lengths], differentiable in the weights.
 
     Prompts are padded on the left and completions on the right, so that all completions start in one column; logits are
     computed for the completion's columns only. Prompts must hold at least one token.
@@ -40,7 +40,9 @@ def replay(bundle: Bundle, prompts: Sequence[Tokens], completions: Sequence[Toke
         use_cache=False,
         logits_to_keep=width + 1,
     )
-    logits = found.logits[:, :-1][valid.to(device)].float()
+    logits = found.logits[:, :-1][valid.to(device)]
+    if logits.dtype.itemsize < 4:
+        logits = logits.float()
     if temperature not in (0, 1):
         logits = logits / temperature
     chosen = targets[valid.to(device)]

@@ -1,0 +1,49 @@
+"""One rank of test_two_ranks_equal_one: `python -m tests.trainer.rank MODEL DTYPE FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from services.trainer import checkpoint
+from services.trainer.world import World
+from tests.trainer.test_stack import gradient_of, make_batch, make_stack
+
+
+def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([v.flatten() for v in weights.values()]) if weights else torch.zeros(0)
+
+
+def main() -> None:
+    model, dtype, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
+    world = World()
+    stack = make_stack(model, dtype, world, num_updates_per_batch=3, micro_batch_size=2)
+    gradient = gradient_of(stack, make_batch())
+    weights = stack.backend.weights()
+    optimizer = stack.backend.optimizer_state(stack.optimizer)
+    if world.first:
+        checkpoint.save_file(weights, folder / "model.safetensors")
+        checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
+        (folder / "metrics.json").write_text(json.dumps({"updates": stack.progress.version}))
+    world.barrier()
+    stack.train_track(make_batch(seed=1))
+    later = stack.backend.weights()
+
+    other = make_stack(model, dtype, world, num_updates_per_batch=3, micro_batch_size=2)
+    other.backend.load_weights(checkpoint.load_file(folder / "model.safetensors") if world.first else {})
+    other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(folder / "optimizer.safetensors"))
+    other.progress.version = 3
+    other.train_track(make_batch(seed=1))
+    resumed = other.backend.weights()
+    if world.first:
+        torch.save({"gradient": gradient, "weights": flat(weights), "later": flat(later)}, folder / "rank0.pt")
+        torch.save({"weights": flat(resumed)}, folder / "resumed.pt")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The stack: split of work changes nothing, ranks change nothing, what is not finite moves nothing, a checkpoint is exact."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from services.trainer import checkpoint, planner
+from services.trainer.algorithms.cross_entropy import CrossEntropy
+from services.trainer.algorithms.grpo import Grpo
+from services.trainer.backend import Backend
+from services.trainer.batch import Batch
+from services.trainer.checkpoint import Position
+from services.trainer.stack import TrainStack
+from services.trainer.world import World
+from shared.config import builtin
+from shared.config.sections import Optimizer, Train
+from shared.models.ar.bundle import assign, exported, load
+from shared.types import ARSamplingParams, Sample, TextSegment
+from shared.wire import codec
+from shared.wire.envelope import PartHead, SliceHead, TrainSlice
+
+PARAMS = ARSamplingParams(max_new_tokens=8)
+
+
+def make_batch(rows: int = 12, seed: int = 0, group: int = 4, **changes: Any) -> Batch:
+    """Prompts of unequal lengths, completions of 0 to 8 tokens, rollout log-probs a little off, advantages of both signs."""
+    rng = np.random.default_rng(seed)
+    slices, bodies = [], []
+    for g in range(rows // group):
+        prompt = rng.integers(4, 99, rng.integers(1, 9)).tolist()
+        lists = [rng.integers(4, 99, rng.integers(0, 9)).tolist() for _ in range(group)]
+        lists[0] = lists[0] or [5]
+        segment = TextSegment.of(lists)
+        log_probs = rng.normal(-4, 0.3, len(segment.tokens)).astype(np.float32)
+        segment = msgspec.structs.replace(segment, log_probs=log_probs)
+        sample = Sample.request([f"s:0:{g}"], PARAMS, n=group, texts=["x"], tokens=[prompt]).fill(segment)
+        ids, lengths = sample.frontier.sample_ids, tuple(map(len, lists))
+        head = SliceHead(parts=(PartHead(ids=ids, track="policy", lengths=lengths),))
+        advantages = changes.get("advantages") or tuple(float(a) for a in rng.normal(0, 1, group))
+        rewards = changes.get("rewards") or (1.0,) * group
+        slices.append(TrainSlice(head=head, rewards=(rewards,), advantages=(advantages,)))
+        bodies.append(codec.encode([sample]))
+    return Batch(slices, "policy", lambda i: bodies[i])
+
+
+def make_stack(folder: Path, dtype: str = "float32", world: World | None = None, algorithm: Any = None, **train: Any) -> TrainStack:
+    world = world or World()
+    backend = Backend(load(folder, None, dtype), world, dtype)
+    optimizer = Optimizer(lr=1e-3, grad_clip=train.pop("grad_clip", 1e9))
+    section = Train(optimizer=optimizer, **train)
+    return TrainStack(backend, algorithm or Grpo(builtin.Grpo(clip_range=0.2)), section, world, 100, 1.0)
+
+
+def gradient_of(stack: TrainStack, batch: Batch) -> torch.Tensor:
+    """The first update's gradient, before the step clears it."""
+    kept: list[torch.Tensor] = []
+    original = stack._step
+
+    def step(norm: float) -> None:
+        kept.append(torch.cat([_whole(p.grad).flatten() for p in stack.parameters]))
+        original(norm)
+
+    stack._step = step  # type: ignore[method-assign]
+    stack.train_track(batch)
+    return kept[0]
+
+
+def _whole(grad: Any) -> torch.Tensor:
+    found: torch.Tensor = grad.full_tensor() if isinstance(grad, torch.distributed.tensor.DTensor) else grad
+    return found.detach().clone()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-10), ("float32", 1e-5)])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path, dtype: str, limit: float, mode: str) -> None:
+    algorithm = Grpo(builtin.Grpo(clip_range=0.2, aggregation=mode, horizon=8))  # type: ignore[arg-type]
+    whole = gradient_of(make_stack(model_folder, dtype, algorithm=algorithm), make_batch())
+    for size in (1, 3, 5):
+        stack = make_stack(model_folder, dtype, algorithm=algorithm, micro_batch_size=size)
+        assert distance(gradient_of(stack, make_batch()), whole) < limit
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, limit: float) -> None:
+    """FSDP2 on gloo, one update each of GRPO: gradient and updated weights as with one rank."""
+    one = make_stack(model_folder, dtype, num_updates_per_batch=3, micro_batch_size=2)
+    gradient = gradient_of(one, make_batch())
+    weights = torch.cat([v.flatten() for v in one.backend.weights().values()])
+    for port in (_port(),):
+        command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path)]
+        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(2)]
+        assert [process.wait(120) for process in ranks] == [0, 0]
+    found = torch.load(tmp_path / "rank0.pt", weights_only=True)
+    assert distance(found["gradient"], gradient) < limit
+    assert distance(found["weights"], weights) < limit
+    assert json.loads((tmp_path / "metrics.json").read_text())["updates"] == 3
+    resumed = torch.load(tmp_path / "resumed.pt", weights_only=True)
+    assert torch.equal(resumed["weights"], found["later"]), "a sharded checkpoint goes on exactly"
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_rows_without_advantage_are_left_out_and_change_nothing(model_folder: Path) -> None:
+    advantages = (1.0, 0.0, -0.5, 0.0)
+    skipping = make_stack(model_folder, "float64")
+    full = make_stack(model_folder, "float64")
+    full.algorithm.idle_without_advantage = False
+    batch = make_batch(advantages=advantages)
+    assert distance(gradient_of(skipping, batch), gradient_of(full, make_batch(advantages=advantages))) < 1e-12
+
+
+def test_equal_rewards_are_a_step_with_zero_gradient(model_folder: Path) -> None:
+    stack = make_stack(model_folder)
+    before = {n: v.clone() for n, v in stack.backend.weights().items()}
+    result = stack.train_track(make_batch(advantages=(0.0,) * 4))
+    assert result.updates == 1 and result.metrics["grad_norm"] == 0 and stack.progress.version == 1
+    assert all(torch.equal(v, before[n]) for n, v in stack.backend.weights().items())
+
+
+def test_the_first_updates_ratio_is_exactly_one(model_folder: Path) -> None:
+    for updates in (1, 2):
+        stack = make_stack(model_folder, num_updates_per_batch=updates, micro_batch_size=4)
+        result = stack.train_track(make_batch(rows=8))
+        assert result.updates == updates
+        if updates == 1:
+            assert result.metrics["ratio"] == result.metrics["ratio_max"] == 1.0
+
+
+def test_the_anchor_stays_frozen_over_the_updates(model_folder: Path) -> None:
+    stack = make_stack(model_folder, num_updates_per_batch=2)
+    result = stack.train_track(make_batch(rows=8))
+    assert result.metrics["ratio_max"] != 1.0, "the second update sees the policy that the first one made"
+
+
+@pytest.mark.parametrize("rewards", [(math.nan,) * 4])
+def test_a_batch_without_a_token_that_counts_makes_no_update(model_folder: Path, rewards: Any) -> None:
+    stack = make_stack(model_folder)
+    before = stack.backend.weights()
+    result = stack.train_track(make_batch(rewards=rewards))
+    assert result.updates == 0 and "no token" in result.reason and stack.progress.version == 0
+    assert all(torch.equal(v, before[n]) for n, v in stack.backend.weights().items())
+
+
+def test_a_failed_row_has_no_weight(model_folder: Path) -> None:
+    """As if the row were not in the batch's denominators."""
+    rewards = (1.0, math.nan, 1.0, 1.0)
+    batch = make_batch(rewards=rewards, advantages=(1.0, 0.0, -1.0, 0.5))
+    stack = make_stack(model_folder, "float64")
+    rows = [batch.row(i) for i in range(len(batch.heads))]
+    assert [float(r.mask.sum()) == 0 for r in rows[:4]][1]
+    counted = sum(float(r.mask.sum()) for r in rows)
+    gradient = gradient_of(stack, batch)
+    plain = make_stack(model_folder, "float64")
+    whole = make_batch(advantages=(1.0, 0.0, -1.0, 0.5))
+    all_tokens = sum(len(whole.row(i).completion) for i in range(len(whole.heads)))
+    assert distance(gradient * counted / all_tokens, gradient_of(plain, whole)) < 1e-10
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_names_parameters(model_folder: Path) -> None:
+    stack = make_stack(model_folder)
+    before = {n: v.clone() for n, v in stack.backend.weights().items()}
+    result = stack.train_track(make_batch(advantages=(math.inf, 1.0, 1.0, 1.0)))
+    assert result.updates == 0 and stack.progress.version == 0 and "gradient norm is" in result.reason
+    assert "parameters, first model." in result.reason
+    assert all(torch.equal(v, before[n]) for n, v in stack.backend.weights().items())
+    assert stack.train_track(make_batch()).updates == 1, "the next batch goes on"
+
+
+def test_updates_must_divide_the_batch(model_folder: Path) -> None:
+    with pytest.raises(ValueError, match="num_updates_per_batch 5"):
+        make_stack(model_folder, num_updates_per_batch=5).train_track(make_batch(rows=12))
+
+
+def test_sft_learns_a_sequence_by_heart(model_folder: Path) -> None:
+    stack = make_stack(model_folder, algorithm=CrossEntropy(builtin.CrossEntropy()), grad_clip=1.0)
+    losses = [stack.train_track(make_batch(rows=4, group=1)).metrics["loss"] for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_grpo_makes_rewarded_completions_more_likely(model_folder: Path) -> None:
+    batch = make_batch(rows=4, advantages=(1.0, -1.0, 0.0, 0.0))
+    stack = make_stack(model_folder, grad_clip=1.0)
+    rows = [batch.row(i) for i in range(2)]
+
+    def score() -> list[float]:
+        with torch.no_grad():
+            return [float(stack._replay([row]).sum()) if len(row.completion) else 0.0 for row in rows]
+
+    before = score()
+    for _ in range(10):
+        stack.train_track(make_batch(rows=4, advantages=(1.0, -1.0, 0.0, 0.0)))
+    after = score()
+    assert after[0] > before[0] and (after[1] < before[1] or not len(rows[1].completion))
+
+
+def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> None:
+    stack = make_stack(model_folder)
+    for seed in range(3):
+        stack.train_track(make_batch(seed=seed))
+    position = Position(1, 6, "n.6", {"policy": stack.progress.version})
+    with checkpoint.writing(tmp_path, position) as folder:
+        checkpoint.save_file(stack.backend.weights(), folder / "model.safetensors")
+        checkpoint.save_optimizer(folder / "optimizer.safetensors", stack.backend.optimizer_state(stack.optimizer))
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and checkpoint.read_position(found) == position
+    other = make_stack(model_folder)
+    other.backend.load_weights(checkpoint.load_file(found / "model.safetensors"))
+    other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
+    other.progress.version = position.versions["policy"]
+    for seed in range(3, 5):
+        stack.train_track(make_batch(seed=seed))
+        other.train_track(make_batch(seed=seed))
+    mine, theirs = stack.backend.weights(), other.backend.weights()
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
+def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path) -> None:
+    for seq in (1, 2, 10):
+        with checkpoint.writing(tmp_path, Position(1, seq, "x", {})):
+            pass
+    assert checkpoint.newest(tmp_path) == tmp_path / "1-10"
+    (tmp_path / "1-10" / checkpoint.COMPLETE).unlink()
+    assert checkpoint.newest(tmp_path) == tmp_path / "1-2"
+    checkpoint.prune(tmp_path, 1)
+    assert not (tmp_path / "1-1").exists() and (tmp_path / "1-2").exists()
+
+
+def test_a_version_that_does_not_fit_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
+    bundle = load(model_folder, None)
+    state = exported(bundle.model.state_dict(), bundle.tied)
+    assert "lm_head.weight" not in state or "model.embed_tokens.weight" not in state
+    name = "model.norm.weight"
+    checkpoint.save_file({n: v for n, v in state.items() if n != name}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=f"lacks 1 tensors, the first is {name}"):
+        assign(load(model_folder, None).model, [tmp_path / "a.safetensors"])
+    checkpoint.save_file({name: torch.zeros(3)}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=f"tensor {name}"):
+        assign(load(model_folder, None).model, [tmp_path / "b.safetensors"])
+
+
+def test_planner() -> None:
+    assert [list(c) for c in planner.chunks(range(5), 2)] == [[0, 1], [2, 3], [4]] and planner.chunks([], 2) == []
+    assert planner.updates(6, 2) == [range(3), range(3, 6)]
+    shares = [list(planner.of_rank(range(7), r, 3)) for r in range(3)]
+    assert shares == [[0, 1, 2], [3, 4], [5, 6]] and [list(planner.of_rank(range(1), r, 2)) for r in range(2)] == [[0], []]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 
 from services.controller.data.intake import BadPrompt
-from services.controller.jobs import DataSet, Job
+from services.controller.jobs import Job
 from services.controller.lifecycles.state import (
     Append,
     BadRecord,
@@ -40,23 +40,55 @@ from shared.wire.keys import GROUP
 from shared.wire.scripts import Write, hset, send, xadd
 
 
+EVAL_ROOT = "eval"
+"""Root of an evaluation request before it is issued under a tag."""
+
+
+class Request(NamedTuple):
+    """A group's bodies, ready to be sent; `error` if its prompt cannot be used."""
+
+    error: str
+    slices: tuple[tuple[tuple[int, int], Sample, list[codec.Buffer]], ...]
+    """(siblings, Sample, body) of each message."""
+
+
+def _body(sample: Sample) -> list[codec.Buffer]:
+    return codec.encode_parts([sample])
+
+
+def _renamed(sample: Sample, root: str) -> Sample:
+    """The request under another root id."""
+    prompt, frontier = sample.parts
+    ids = tuple(f"{root}/{i.partition('/')[2]}" for i in frontier.sample_ids)
+    replace = msgspec.structs.replace
+    return Sample((replace(prompt, sample_ids=(root,)), replace(frontier, sample_ids=ids)))
+
+
 class Writer:
     """Builds the writes of one commit. Reads data sources and bodies; writes nothing itself except bodies of files."""
 
     def __init__(self, job: Job, store: BodyStore) -> None:
         self.job, self.store, self.keys, self.plan = job, store, job.keys, job.doc.plan
+        self.prepared: dict[int, Request] = {}
+
+    def prepare(self, state: State) -> None:
+        """Builds the next batch's requests ahead, while a batch trains: then issuing them is only sending them."""
+        if not self.plan.route or not any(r.kind == "train" for r in state.root.records):
+            return
+        wanted = range(state.root.draw, state.root.draw + self.plan.batch_size)
+        self.prepared = {draw: request for draw, request in self.prepared.items() if draw in wanted}
+        for draw in wanted:
+            if draw not in self.prepared:
+                self.prepared[draw] = self._build("train", draw)
 
     def bad_records(self, commands: Sequence[Command]) -> list[BadRecord]:
         """Of the groups to be issued, those whose prompt cannot be used."""
         found = []
         for command in commands:
             if isinstance(command, Issue):
-                data = self._data(command.group)
-                try:
-                    record = data.source.get(data.order.place(command.group.draw)[1])
-                    data.intake.prompt(record)
-                except BadPrompt as error:
-                    found.append(BadRecord(command.group.gid, str(error)))
+                error = self._take(command.group, keep=True).error
+                if error:
+                    found.append(BadRecord(command.group.gid, error))
         return found
 
     def writes(self, before: State, after: State, commands: Sequence[Command]) -> list[Write]:
@@ -88,64 +120,70 @@ class Writer:
             out.append(Write("HDEL", self.keys.rows, tuple(gone)))
         return out
 
-    def _data(self, group: Group) -> DataSet:
-        if group.kind == "eval":
-            assert self.job.eval is not None
-            return self.job.eval
-        return self.job.train
+    def _take(self, group: Group, keep: bool = False) -> Request:
+        """The group's request, built ahead or now. `keep`: it will be asked for again."""
+        if group.kind == "eval" or not self.plan.route:
+            return self._build(group.kind, group.draw)
+        found = self.prepared.get(group.draw)
+        if found is None:
+            found = self.prepared[group.draw] = self._build(group.kind, group.draw)
+        if not keep:
+            del self.prepared[group.draw]
+        return found
 
-    def _request(self, group: Group, incarnation: int) -> list[Write]:
-        """The group's messages, and its hash and mark as open."""
-        plan, keys = self.plan, self.keys
-        data = self._data(group)
-        record = data.source.get(data.order.place(group.draw)[1])
-        prompt = data.intake.prompt(record)
-        root = group.gid.rpartition("#")[0]
-        greedy = group.kind == "eval"
-        params = self.job.eval_params if greedy else self.job.params
-        assert params is not None
-        n = 1 if greedy else plan.group_size
+    def _build(self, kind: str, draw: int) -> Request:
+        """The messages' bodies: they depend on the prompt alone, not on the issue."""
+        data = self.job.train if kind == "train" else self.job.eval
+        params = self.job.params if kind == "train" else self.job.eval_params
+        assert data is not None
+        record = data.source.get(data.order.place(draw)[1])
+        try:
+            prompt = data.intake.prompt(record)
+        except BadPrompt as error:
+            return Request(str(error), ())
+        if params is None:
+            return Request("", ())
+        n = self.plan.group_size if kind == "train" else 1
+        root = data.order.root(draw) if kind == "train" else EVAL_ROOT
         whole = Sample.request(
             [root],
             params,
             n=n,
-            track=plan.branches[0].track,
+            track=self.plan.branches[0].track,
             texts=[prompt.text],
             tokens=[prompt.tokens],
             metadata=[record.metadata],
         )
-        slices = ((0, 1),) if greedy else plan.slices()
-        need = len(slices) * len(plan.scorers)
+        spans = self.plan.slices() if kind == "train" else ((0, 1),)
+        pieces = [whole if span == (0, n) else whole.select(range(*span)) for span in spans]
+        return Request("", tuple(zip(spans, pieces, map(_body, pieces), strict=True)))
+
+    def _request(self, group: Group, incarnation: int) -> list[Write]:
+        """The group's messages, and its hash and mark as open."""
+        request = self._take(group)
+        need = len(request.slices) * len(self.plan.scorers)
         out = [
-            Write("ZADD", keys.open, (group.shelf, group.gid)),
-            hset(keys.group(group.gid), {"need": need, "have": 0}),
+            Write("ZADD", self.keys.open, (group.shelf, group.gid)),
+            hset(self.keys.group(group.gid), {"need": need, "have": 0}),
         ]
-        for low, high in slices:
-            sample = whole if (low, high) == (0, n) else whole.select(range(low, high))
-            out += self._message(group, incarnation, sample, (low, high), params)
+        for span, sample, parts in request.slices:
+            if group.kind == "eval":
+                sample = _renamed(sample, group.gid.rpartition("#")[0])
+                parts = _body(sample)
+            out.append(self._message(group, incarnation, sample.frontier, span, parts))
         return out
 
     def _message(
-        self, group: Group, incarnation: int, sample: Sample, span: tuple[int, int], params: ARSamplingParams
-    ) -> list[Write]:
-        parts = codec.encode_parts([sample])
-        name = f"{group.gid}.{span[0]}.{uuid4().hex[:8]}"
-        out: list[Write] = []
-        body: bytes | None = None
-        ref = None
+        self, group: Group, incarnation: int, frontier: Part, span: tuple[int, int], parts: list[codec.Buffer]
+    ) -> Write:
+        ref = body = None
         if sum(map(len, parts)) <= REDIS_LIMIT:
             body = b"".join(parts)
         else:
-            ref, _ = self.store.place(group.shelf, name, parts)
-        frontier = sample.frontier
-        head = SliceHead(
-            parts=(
-                PartHead(
-                    ids=frontier.sample_ids, track=frontier.track or "", max_new_tokens=params.max_new_tokens
-                ),
-            ),
-            body=ref,
-        )
+            ref, _ = self.store.place(group.shelf, f"{group.gid}.{span[0]}.{uuid4().hex[:8]}", parts)
+        params = frontier.sampling_params
+        most = params.max_new_tokens if isinstance(params, ARSamplingParams) else 0
+        head = PartHead(ids=frontier.sample_ids, track=frontier.track or "", max_new_tokens=most)
         envelope = Envelope(
             id=uuid4().hex,
             job=self.job.doc.id,
@@ -158,11 +196,10 @@ class Writer:
             shelf=group.shelf,
             slice=span,
             needs=group.needs,
-            head=head,
+            head=SliceHead(parts=(head,), body=ref),
             deterministic=self.job.recipe.deterministic,
         )
-        out.append(send(self.keys, self.plan.route[0], group.gid, span[0], envelope_fields(envelope, body)))
-        return out
+        return send(self.keys, self.plan.route[0], group.gid, span[0], envelope_fields(envelope, body))
 
     def _append(self, command: Append, after: State) -> list[Write]:
         slices: Sequence[TrainSlice] = ()

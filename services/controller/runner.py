@@ -79,6 +79,7 @@ class Runner:
             if state.root.phase in ENDED:
                 return True
             if not waiting:
+                self.writer.prepare(state)
                 waiting = self._read()
             entries, waiting = waiting[:BATCH], waiting[BATCH:]
             done = self._step(revision, state, entries)

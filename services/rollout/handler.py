@@ -94,11 +94,11 @@ class RolloutHandler:
         """The version to take: exactly the needed one, or the newest that is at least it."""
         deadline = time.monotonic() + self.patience_s
         while time.monotonic() < deadline:
-            found = self.weights.versions(incarnation)
-            if need.version in found and need.how == "exactly":
+            if need.how == "exactly" and self.weights.has(incarnation, need.version):
                 return need.version
-            if need.how == "at_least" and found and found[-1] >= need.version:
-                return found[-1]
+            if need.how == "at_least" and (found := self.weights.newest(incarnation)) is not None:
+                if found >= need.version:
+                    return found
             self.progress = time.monotonic()
             time.sleep(0.02)
         raise VersionMissing(f"version {need.version} of {self.track} did not appear within {self.patience_s:g} s")

@@ -64,6 +64,10 @@ class Batch:
                 found.append(RowHead(index, len(found), length, advantage, good))
         return found
 
+    def preload(self, slices: Sequence[list[Sample]]) -> None:
+        """Bodies that are in memory already."""
+        self._opened = {index: self._views(samples) for index, samples in enumerate(slices)}
+
     def row(self, index: int) -> Row:
         """BodyLost if the body does not hold what its head says."""
         head = self.heads[index]
@@ -85,13 +89,15 @@ class Batch:
     def _rows(self, index: int) -> list[tuple[Sample, int]]:
         """(sample, row) of every generated row of the track in a slice, in the order of its heads: turn by turn."""
         if index not in self._opened:
-            samples = codec.decode(self.open_body(index), list[Sample])
-            ends = [[k for k, p in enumerate(s.parts) if p.generated] for s in samples]
-            views = [
-                Sample(sample.parts[: end[turn] + 1])
-                for turn in range(max(map(len, ends)))
-                for sample, end in zip(samples, ends, strict=True)
-                if turn < len(end) and sample.parts[end[turn]].track == self.track
-            ]
-            self._opened[index] = [(view, row) for view in views for row in range(len(view.frontier))]
+            self._opened[index] = self._views(codec.decode(self.open_body(index), list[Sample]))
         return self._opened[index]
+
+    def _views(self, samples: list[Sample]) -> list[tuple[Sample, int]]:
+        ends = [[k for k, p in enumerate(s.parts) if p.generated] for s in samples]
+        views = [
+            Sample(sample.parts[: end[turn] + 1])
+            for turn in range(max(map(len, ends)))
+            for sample, end in zip(samples, ends, strict=True)
+            if turn < len(end) and sample.parts[end[turn]].track == self.track
+        ]
+        return [(view, row) for view in views for row in range(len(view.frontier))]

@@ -151,6 +151,8 @@ class Trainer:
     def start(self) -> None:
         """From the checkpoint on; the incarnation's first version is in the store before anything asks for it."""
         position = self.resume()
+        if self.publisher is not None:
+            self.publisher.store.drop_damaged(self.incarnation)
         version = self.stack.progress.version
         newest = self.publisher.store.newest(self.incarnation) if self.publisher is not None else None
         needed = self.world.share(bytes([newest is None]) if self.world.first else None)

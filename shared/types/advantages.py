@@ -67,15 +67,24 @@ def group_advantages(
     values = np.asarray(rewards, np.float32)
     if len(values) != len(sample_ids):
         raise ValueError(f"{len(values)} rewards for {len(sample_ids)} samples")
-    out = np.zeros(len(values), np.float32)
-    whole = [(0, len(values))] if scope == "global" else group_bounds(group_keys(sample_ids, group_layer))
-    shared_std = finite_mean_std(values)[1] if use_global_std else None
-    for lo, hi in whole:
-        mean, std = finite_mean_std(values[lo:hi])
-        centred = values[lo:hi] - np.float32(mean)
-        scale = np.float32((std if shared_std is None else shared_std) + eps) if normalize else np.float32(1)
-        out[lo:hi] = np.where(np.isfinite(centred), centred / scale, np.float32(0))
-    return out
+    bounds = [(0, len(values))] if scope == "global" else group_bounds(group_keys(sample_ids, group_layer))
+    table = values.reshape(len(bounds), -1)
+    means, stds = _row_mean_std(table)
+    if use_global_std:
+        stds = np.full_like(stds, finite_mean_std(values)[1])
+    centred = table - means[:, None]
+    scale = (stds + np.float32(eps))[:, None] if normalize else np.float32(1)
+    return np.where(np.isfinite(centred), centred / scale, np.float32(0)).reshape(-1).astype(np.float32)
+
+
+def _row_mean_std(table: Array) -> tuple[Array, Array]:
+    """finite_mean_std of every row at once."""
+    finite = np.isfinite(table)
+    count = finite.sum(1)
+    some = np.maximum(count, 1).astype(np.float32)
+    means = np.where(finite, table, np.float32(0)).sum(1, dtype=np.float32) / some
+    squares = np.where(finite, (table - means[:, None]) ** 2, np.float32(0)).sum(1, dtype=np.float32) / some
+    return means, np.where(count > 1, np.sqrt(squares), np.float32(1)).astype(np.float32)
 
 
 def gae(rewards: Array, values: Array, gamma: float, lam: float, mask: Array | None = None) -> tuple[Array, Array]:

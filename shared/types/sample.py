@@ -133,6 +133,8 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
     def conditioning(self, row: int) -> Array:
         """int32: the token ids before the frontier in the lineage of one of its rows (prompt and earlier turns)."""
         index = self._frontier_index()
+        if index == 1 and len(self.roots) == 1 and self.parts[0].segment is not None:
+            return self.parts[0].text_segment.tokens  # one prompt and its completions: the usual case
         lineage = Sample(self.parts[: index + 1]).turns(row)[:-1]
         pieces = [self.parts[t.part].text_segment.row(t.row) for t in lineage if self.parts[t.part].segment is not None]
         return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)

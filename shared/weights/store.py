@@ -1,6 +1,7 @@
 """The weights store: `{track}/{incarnation}/v{n}/` with safetensors shards, a manifest, and the complete marker written last.
 
-A complete version is never rewritten. Readers hold leases; garbage collection keeps the newest K and whatever is leased.
+A complete version is never rewritten. Nothing is fsynced: readers verify checksums, and what a power loss damaged is dropped
+and published again from the checkpoint. Readers hold leases; garbage collection keeps the newest K and whatever is leased.
 """
 
 from __future__ import annotations
@@ -65,6 +66,20 @@ class WeightStore:
         names = [p.parent.name for p in folder.glob(f"v*/{COMPLETE}")]
         return sorted(int(name[1:]) for name in names if name[1:].isdigit())
 
+    def has(self, incarnation: int, version: int) -> bool:
+        return (self.path(incarnation, version) / COMPLETE).exists()
+
+    def drop_damaged(self, incarnation: int) -> list[int]:
+        """Takes the marker off versions whose bytes did not survive a power loss; a trainer does it at its start."""
+        bad = []
+        for version in self.versions(incarnation):
+            try:
+                self.open(incarnation, version)
+            except (WeightsDamaged, OSError, msgspec.DecodeError):
+                (self.path(incarnation, version) / COMPLETE).unlink(missing_ok=True)
+                bad.append(version)
+        return bad
+
     def newest(self, incarnation: int) -> int | None:
         found = self.versions(incarnation)
         return found[-1] if found else None
@@ -92,13 +107,13 @@ class WeightStore:
             manifest = Manifest(
                 track=self.track, incarnation=incarnation, version=version, kind=kind, source=source, shards=shards
             )
-            _durable(temporary / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1))
+            (temporary / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
             if target.exists():  # an attempt that died before its marker
                 shutil.rmtree(target)
             temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        _durable(target / COMPLETE, "")
+        (target / COMPLETE).touch()
         return sum(s.nbytes for s in shards)
 
     def open(self, incarnation: int, version: int, verify: bool = True) -> list[Path]:
@@ -158,13 +173,6 @@ def _shard(path: Path) -> Shard:
             digest.update(block)
             size += len(block)
     return Shard(path.name, size, digest.hexdigest())
-
-
-def _durable(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _mtime(path: Path) -> float:

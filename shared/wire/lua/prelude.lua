@@ -19,14 +19,15 @@ local function newest(key)
 end
 
 local function bad_writes(first)
-  local at, log = first, {}
+  local at, log, kinds = first, {}, {}
   while at <= #ARGV do
     local command, key, size = ARGV[at], KEYS[tonumber(ARGV[at + 1]) or 0], tonumber(ARGV[at + 2])
     local kind = KIND[command]
     if not kind then return 'BADWRITE no such command: ' .. command end
     if not key then return 'BADWRITE no such key index: ' .. tostring(ARGV[at + 1]) end
     if not size or size < 0 or size > 7000 or at + 2 + size > #ARGV then return 'BADWRITE argument count for ' .. key end
-    local is = redis.call('TYPE', key).ok
+    local is = kinds[key] or redis.call('TYPE', key).ok
+    kinds[key] = is
     if kind ~= 'any' and is ~= kind and is ~= 'none' then return 'BADKEY ' .. key .. ' is a ' .. is .. ', not a ' .. kind end
     if command == 'SEND' and not KEYS[tonumber(ARGV[at + 3]) or 0] then return 'BADWRITE no group key for ' .. key end
     if command == 'XADD' and ARGV[at + 3] ~= '*' then

@@ -87,9 +87,7 @@ class Plain:
         ]
 
     def group(self, draw: int, head: Any, scores: tuple[float, ...]) -> Group:
-        return Group(
-            gid=f"g{draw}#0", draw=draw, issue=0, shelf=0, needs={}, issued_at=0.0, slices=(head,), rewards=scores
-        )
+        return Group(gid=f"g{draw}#0", draw=draw, issue=0, shelf=0, needs={}, issued_at=0.0, slices=(head,), rewards=scores)
 
 
 def main() -> None:

@@ -76,9 +76,7 @@ class Instant:
 class Simulated:
     """One worker per stage and one trainer, as threads, for the length of a `with` block."""
 
-    def __init__(
-        self, settings: Settings, job: str, delay: float = 0.0, poison: Poisonous = lambda row: False
-    ) -> None:
+    def __init__(self, settings: Settings, job: str, delay: float = 0.0, poison: Poisonous = lambda row: False) -> None:
         self.settings, self.job, self.keys = settings, job, JobKeys(job)
         self.stopping = threading.Event()
         document = codec.unpack(self.connect().get(self.keys.doc), dict)

@@ -1,4 +1,4 @@
-"""Reads golden vectors from UNIMESH_GOLDEN (default: the copy beside the tests), so the tests run on any folder of that format."""
+"""Reads golden vectors from UNIMESH_GOLDEN (default: the copy beside the tests)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class Case:
         if self.check == "finite_only":
             assert np.isfinite(found).all()
             return
-        np.testing.assert_allclose(
-            found, numbers(wanted), rtol=rtol or self.rtol, atol=atol or self.atol, equal_nan=True
-        )
+        np.testing.assert_allclose(found, numbers(wanted), rtol=rtol or self.rtol, atol=atol or self.atol, equal_nan=True)
 
 
 def numbers(value: Any) -> Any:

@@ -16,17 +16,13 @@ from rich.table import Table
 
 from unimesh import show
 from unimesh.client import Api, ApiError
-from unimesh.home import Home, api_url, default_state
+from unimesh.home import Home, api_url, default_state, is_held
 
 EXIT_CODES = "Exit codes: 0 done, 1 the job or a check failed, 2 wrong usage or input refused, 3 no controller answers."
 
 
 class Failed(click.ClickException):
-    """One readable paragraph on standard error."""
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = code
+    """One readable paragraph on standard error; exit code 1."""
 
 
 @click.group(epilog=EXIT_CODES)
@@ -59,9 +55,7 @@ def _print(value: Any) -> None:
 @click.option("--threads", default=0, help="CPU threads of a computing child; 0 plans them from the cores.")
 @click.option("--state", type=click.Path(path_type=Path), default=None, help="State folder [default: .unimesh].")
 @click.option("--root", "roots", multiple=True, type=click.Path(path_type=Path), help="Folder for models and data.")
-def up(
-    rollout: int, reward: int, trainer: int, port: int, threads: int, state: Path | None, roots: tuple[Path, ...]
-) -> None:
+def up(rollout: int, reward: int, trainer: int, port: int, threads: int, state: Path | None, roots: tuple[Path, ...]) -> None:
     """Start a mesh on this machine and tend it. Ctrl-C drains, a second one ends at once."""
     from unimesh.supervisor import EmbeddedMesh, PortTaken, Shape, StateBusy, install_signals
 
@@ -88,9 +82,7 @@ def down(state: Path | None) -> None:
     os.kill(home.pid, signal.SIGTERM)
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        try:
-            os.kill(home.pid, 0)
-        except ProcessLookupError:
+        if not is_held(Path(home.state)):
             click.echo("the mesh is down")
             return
         time.sleep(0.1)
@@ -166,6 +158,8 @@ def workers(as_json: bool) -> None:
         _print(rows)
         return
     table = Table("name", "service", "state", "job", "restarts", "error")
+    for column in table.columns[:4]:
+        column.no_wrap = True
     for row in rows:
         table.add_row(row["name"], row["service"], row["state"], row["job"], str(row["restarts"]), row["error"])
     Console().print(table)

@@ -129,7 +129,11 @@ class Sorting(Flow):
             "sft/sort", f"model.path={model}", f"seed={self.seed}", f"data.source.params.seed={1000 + self.seed}"
         )
         view = self.launch(
-            "ar/sort", f"model.path=job:{warm['id']}", f"seed={self.seed}", f"data.source.params.seed={2000 + self.seed}", steps
+            "ar/sort",
+            f"model.path=job:{warm['id']}",
+            f"seed={self.seed}",
+            f"data.source.params.seed={2000 + self.seed}",
+            steps,
         )
         records = self.api.get(f"/v1/jobs/{view['id']}/steps")
         evals = {e["tag"]: e for e in view["evals"]}
@@ -167,4 +171,4 @@ class SmolLM(Flow):
 
 
 def _mean(records: list[dict[str, Any]]) -> float:
-    return sum(r["reward"] for r in records) / len(records)
+    return float(sum(r["reward"] for r in records) / len(records))

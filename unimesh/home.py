@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,24 @@ class Home:
         except (OSError, ValueError, TypeError):
             return None
         return found
+
+
+def hold(state: Path) -> IO[str] | None:
+    """The state folder's lock, held until the file is closed or the process ends; None if another mesh has it."""
+    lock = (state / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
+def is_held(state: Path) -> bool:
+    lock = hold(state)
+    if lock is not None:
+        lock.close()
+    return lock is None
 
 
 def default_state() -> Path:

@@ -125,7 +125,5 @@ def _follow_plain(
 def jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("id", "name", "domain", "state", "step", "reason")
     for row in rows:
-        table.add_row(
-            row["id"], row["name"], row["domain"], row["state"], f"{row['step']}/{row['steps']}", row["reason"][:60]
-        )
+        table.add_row(row["id"], row["name"], row["domain"], row["state"], f"{row['step']}/{row['steps']}", row["reason"][:60])
     return table

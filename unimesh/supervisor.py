@@ -5,7 +5,6 @@ Children die with this process, also when it is killed: the kernel signals them,
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ import httpx
 from shared.agent.backoff import Backoff
 from shared.agent.process import Child
 from shared.wire.server import RedisServer
-from unimesh.home import Home
+from unimesh.home import Home, hold
 
 
 @dataclass(frozen=True)
@@ -92,17 +91,19 @@ class EmbeddedMesh:
     def start(self) -> None:
         """Redis, controller, agents; returns when the API is ready. StateBusy or PortTaken if it cannot be."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.state / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StateBusy(f"a mesh is already up in {self.state}: `unimesh down` ends it") from error
+        self._lock = hold(self.state)
+        if self._lock is None:
+            raise StateBusy(f"a mesh is already up in {self.state}: `unimesh down` ends it")
         self.port = _usable_port(self.shape.port)
         self.redis.start()
         self.say(f"redis      up  {self.redis.url}")
         env = self._env()
         self._add("controller", ["services.controller", "--port", str(self.port)], env)
-        for service, count in (("rollout", self.shape.rollout), ("reward", self.shape.reward), ("trainer", self.shape.trainer)):
+        for service, count in (
+            ("rollout", self.shape.rollout),
+            ("reward", self.shape.reward),
+            ("trainer", self.shape.trainer),
+        ):
             for index in range(count):
                 self._add(f"{service}-{index}" if count > 1 else service, [f"services.{service}"], env)
         self._wait_ready()
@@ -159,6 +160,8 @@ class EmbeddedMesh:
     def stop(self) -> None:
         """Everything drains, then ends: agents first, then the controller, Redis last."""
         self.stopping.set()
+        if self._lock is None:
+            return
         Home.path(self.state).unlink(missing_ok=True)
         for part in self.parts[1:]:
             part.child.terminate()

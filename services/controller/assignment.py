@@ -80,9 +80,7 @@ def read_workers(client: Any) -> list[Worker]:
 class Registry:
     """Keeps assignments true. One controller at a time does it, under a lease."""
 
-    def __init__(
-        self, connect: Callable[[], Any], wanted: Callable[[], Sequence[Wanted]], lease_ms: int = 5000
-    ) -> None:
+    def __init__(self, connect: Callable[[], Any], wanted: Callable[[], Sequence[Wanted]], lease_ms: int = 5000) -> None:
         self.client, self.wanted, self.lease_ms = connect(), wanted, lease_ms
         self.scripts = Scripts(self.client)
         self.token = uuid4().hex

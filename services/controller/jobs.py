@@ -83,9 +83,7 @@ def prepare(document: Any, settings: Settings) -> Job:
     )
     job = open_job(doc, settings)
     warnings = tuple(_warnings(plan, job))
-    return Job(
-        msgspec.structs.replace(doc, warnings=warnings), job.recipe, job.train, job.eval, job.params, job.eval_params
-    )
+    return Job(msgspec.structs.replace(doc, warnings=warnings), job.recipe, job.train, job.eval, job.params, job.eval_params)
 
 
 def open_job(doc: JobDoc, settings: Settings) -> Job:
@@ -98,9 +96,7 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     params = eval_params = None
     held_out = None
     if plan.route:
-        params = ARSamplingParams(
-            **recipe.rollout.sampling.model_dump(), seed=recipe.seed, stop_token_ids=intake.stop_tokens
-        )
+        params = ARSamplingParams(**recipe.rollout.sampling.model_dump(), seed=recipe.seed, stop_token_ids=intake.stop_tokens)
         eval_params = msgspec.structs.replace(params, temperature=0.0)
         if recipe.eval is not None:
             held_out = _data_set(recipe, recipe.eval.source, "eval.source", intake, settings, shuffle=False)

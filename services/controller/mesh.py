@@ -88,9 +88,7 @@ class Mesh:
             lease_ms = int(self.settings.lease_s * 1000 * 2 / 3)
             runner = Runner(self.connect, open_job(doc, self.settings), self.settings, lease_ms)
         except (BadInput, OSError) as error:
-            self.client.xadd(
-                JobKeys(doc.id).inbox, {"e": pack(Failure(origin="controller", error=str(error), fatal=False))}
-            )
+            self.client.xadd(JobKeys(doc.id).inbox, {"e": pack(Failure(origin="controller", error=str(error), fatal=False))})
             log.warning("job %s cannot run here: %s", doc.id, error)
             return
         thread = threading.Thread(target=runner.run, name=f"job {doc.id}", daemon=True)

@@ -39,7 +39,6 @@ from shared.wire.envelope import Envelope, LogEntry, PartHead, SliceHead, TrainS
 from shared.wire.keys import GROUP
 from shared.wire.scripts import Write, hset, send, xadd
 
-
 EVAL_ROOT = "eval"
 """Root of an evaluation request before it is issued under a tag."""
 

@@ -126,9 +126,7 @@ class Runner:
         self.refused.clear()
         return self.commit(revision, after, [e.id for e in entries], writes)
 
-    def commit(
-        self, revision: str, after: State, taken: Sequence[str], writes: Sequence[Write]
-    ) -> tuple[str, State] | None:
+    def commit(self, revision: str, after: State, taken: Sequence[str], writes: Sequence[Write]) -> tuple[str, State] | None:
         fresh = new_revision(revision)
 
         def call() -> list[str]:

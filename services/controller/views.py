@@ -14,6 +14,7 @@ from services.controller.lifecycles.state import ENDED, Group, Plan, Root
 from shared.wire.codec import unpack
 from shared.wire.keys import JobKeys
 
+
 def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
     """State, step, rates, what it waits for, ledger."""
     keys = JobKeys(doc.id)
@@ -96,6 +97,8 @@ def waits_for(plan: Plan, root: Root, groups: Iterable[Group]) -> str:
     if root.evals:
         run = root.evals[0]
         return f"evaluation {run.tag}: {run.done} of {run.size}"
+    if root.log_bytes >= plan.log_budget:
+        return f"a checkpoint: the train log retains {root.log_bytes} bytes of {plan.log_budget}"
     if root.records:
         return f"{root.records[0].kind} of record {root.records[0].seq} ({since})"
     return "admission"

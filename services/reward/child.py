@@ -38,9 +38,7 @@ class Stream:
         self.handler = ScoreHandler(reward.scorers[name], store, f"{socket.gethostname()}-{os.getpid()}")
         lease = settings.lease_s
         policy = Policy(lease, lease / 5, stall_s=2 * reward.scorers[name].timeout_s + 60)
-        self.consumer = Consumer(
-            lambda: connect(settings.redis_url), keys, f"reward.{name}", self.handler, None, policy
-        )
+        self.consumer = Consumer(lambda: connect(settings.redis_url), keys, f"reward.{name}", self.handler, None, policy)
         self.thread = threading.Thread(target=self.consumer.run, name=f"{job} {name}", daemon=True)
         self.thread.start()
 

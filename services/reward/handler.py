@@ -78,9 +78,7 @@ class ScoreHandler:
         rows = [row for sample in samples for row in requests(sample)]
         response = self.ask(rows)
         self.progress = time.monotonic()
-        return ScoreHead(
-            scores=response.scores, errors=response.errors, worker=self.worker, seconds=self.progress - started
-        )
+        return ScoreHead(scores=response.scores, errors=response.errors, worker=self.worker, seconds=self.progress - started)
 
 
 def _ref(work: Work) -> BodyRef:

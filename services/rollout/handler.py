@@ -96,9 +96,9 @@ class RolloutHandler:
         while time.monotonic() < deadline:
             if need.how == "exactly" and self.weights.has(incarnation, need.version):
                 return need.version
-            if need.how == "at_least" and (found := self.weights.newest(incarnation)) is not None:
-                if found >= need.version:
-                    return found
+            newest = self.weights.newest(incarnation) if need.how == "at_least" else None
+            if newest is not None and newest >= need.version:
+                return newest
             self.progress = time.monotonic()
             time.sleep(0.02)
         raise VersionMissing(f"version {need.version} of {self.track} did not appear within {self.patience_s:g} s")

@@ -63,14 +63,13 @@ class Backend:
     def weights(self) -> dict[str, Tensor]:
         """The full state dict on the CPU, copied, each tensor once (empty on other ranks than 0). All ranks must call it."""
         if self.world.size == 1:
-            state = self.model.state_dict()
-            return {n: v.clone() for n, v in exported(state, self.tied).items()}
-        state = get_model_state_dict(self.model, options=_FULL)
+            return {n: v.clone() for n, v in exported(self.model.state_dict(), self.tied).items()}
+        state: Any = get_model_state_dict(self.model, options=_FULL)
         return exported(state, self.tied)
 
     def load_weights(self, state: dict[str, Tensor]) -> None:
         """The inverse of weights(): rank 0's state to all ranks."""
-        whole = dict(state)
+        whole: dict[str, Any] = dict(state)
         if self.world.first:
             for name, value in self.model.state_dict(keep_vars=True).items():
                 if name in self.tied:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from shared.types.sample import Sample
+from shared.types.segments import TextSegment
 from shared.wire import codec
 from shared.wire.envelope import TrainSlice
 from shared.wire.errors import BodyLost
@@ -50,7 +52,7 @@ class Batch:
     def __init__(self, slices: Sequence[TrainSlice], track: str, open_body: Callable[[int], codec.Buffer]) -> None:
         self.slices, self.track, self.open_body = slices, track, open_body
         self.heads = [head for index, piece in enumerate(slices) for head in self._heads(index, piece)]
-        self._opened: dict[int, list[tuple[Sample, int]]] = {}
+        self._opened: dict[int, list[Row]] = {}
 
     def _heads(self, index: int, piece: TrainSlice) -> list[RowHead]:
         found: list[RowHead] = []
@@ -66,38 +68,50 @@ class Batch:
 
     def preload(self, slices: Sequence[list[Sample]]) -> None:
         """Bodies that are in memory already."""
-        self._opened = {index: self._views(samples) for index, samples in enumerate(slices)}
+        self._opened = {index: self._open(samples) for index, samples in enumerate(slices)}
 
     def row(self, index: int) -> Row:
         """BodyLost if the body does not hold what its head says."""
         head = self.heads[index]
-        sample, row = self._rows(head.slice)[head.row]
-        segment = sample.frontier.text_segment
-        low = int(segment.offsets()[row])
-        high = low + int(segment.lengths[row])
-        if high - low != head.length:
-            raise BodyLost(f"row {head.row} of slice {head.slice} has {high - low} tokens, its head says {head.length}")
-        mask = np.ones(high - low, np.float32) if segment.loss_mask is None else segment.loss_mask[low:high]
-        return Row(
-            prompt=sample.conditioning(row),
-            completion=segment.tokens[low:high],
-            mask=np.asarray(mask, np.float32) * np.float32(head.counts),
-            rollout=None if segment.log_probs is None else segment.log_probs[low:high],
-            advantage=head.advantage,
-        )
+        found = self._rows(head.slice)[head.row]
+        if len(found.completion) != head.length:
+            said = f"row {head.row} of slice {head.slice} has {len(found.completion)} tokens, its head says {head.length}"
+            raise BodyLost(said)
+        mask = found.mask if head.counts else np.zeros_like(found.mask)
+        return replace(found, mask=mask, advantage=head.advantage)
 
-    def _rows(self, index: int) -> list[tuple[Sample, int]]:
-        """(sample, row) of every generated row of the track in a slice, in the order of its heads: turn by turn."""
+    def _rows(self, index: int) -> list[Row]:
+        """Every generated row of the track in a slice, in the order of its heads: turn by turn."""
         if index not in self._opened:
-            self._opened[index] = self._views(codec.decode(self.open_body(index), list[Sample]))
+            self._opened[index] = self._open(codec.decode(self.open_body(index), list[Sample]))
         return self._opened[index]
 
-    def _views(self, samples: list[Sample]) -> list[tuple[Sample, int]]:
+    def _open(self, samples: list[Sample]) -> list[Row]:
         ends = [[k for k, p in enumerate(s.parts) if p.generated] for s in samples]
-        views = [
-            Sample(sample.parts[: end[turn] + 1])
+        return [
+            row
             for turn in range(max(map(len, ends)))
             for sample, end in zip(samples, ends, strict=True)
             if turn < len(end) and sample.parts[end[turn]].track == self.track
+            for row in _part_rows(Sample(sample.parts[: end[turn] + 1]))
         ]
-        return [(view, row) for view in views for row in range(len(view.frontier))]
+
+
+def _part_rows(sample: Sample) -> list[Row]:
+    """The rows of the frontier, which is the last Part; media hold no tokens."""
+    segment = sample.frontier.segment
+    if not isinstance(segment, TextSegment):
+        none = np.zeros(0, np.float32)
+        return [Row(none.astype(np.int32), none.astype(np.int32), none, None, 0.0)] * len(sample.frontier)
+    bounds = segment.offsets().tolist()
+    mask = np.ones(bounds[-1], np.float32) if segment.loss_mask is None else segment.loss_mask.astype(np.float32)
+    return [
+        Row(
+            prompt=sample.conditioning(row),
+            completion=segment.tokens[low:high],
+            mask=mask[low:high],
+            rollout=None if segment.log_probs is None else segment.log_probs[low:high],
+            advantage=0.0,
+        )
+        for row, (low, high) in enumerate(itertools.pairwise(bounds))
+    ]

@@ -63,9 +63,7 @@ def read_position(folder: Path) -> Position:
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` complete checkpoints."""
-    found = sorted(
-        (p.parent for p in folder.glob(f"*/{COMPLETE}")), key=lambda p: tuple(map(int, p.name.split("-")))
-    )
+    found = sorted((p.parent for p in folder.glob(f"*/{COMPLETE}")), key=lambda p: tuple(map(int, p.name.split("-"))))
     for old in found[:-keep]:
         (old / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -87,7 +85,7 @@ def save_optimizer(path: Path, state: dict[str, Any]) -> None:
 def load_optimizer(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file:
         metadata = file.metadata()
     state: dict[str, dict[str, Any]] = json.loads(metadata["plain"])
     for key, value in load_file(path).items():

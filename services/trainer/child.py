@@ -135,7 +135,12 @@ def _start_others(ranks: int, order: str) -> list[subprocess.Popen[bytes]]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0")
     started = []
     for rank in range(1, ranks):
-        env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "UNIMESH_ORDER": order, PARENT: str(os.getpid())}
+        env = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "UNIMESH_ORDER": order,
+            PARENT: str(os.getpid()),
+        }
         started.append(subprocess.Popen([sys.executable, "-m", "services.trainer.child"], env=env))
 
     def watch() -> None:

@@ -31,9 +31,7 @@ class Link:
         self.lock = threading.Lock()
         self.fence = uuid4().hex
         self.seq, self.entry_id = 0, ""
-        answer = answered(
-            lambda: self.scripts.run("fence", [assignment(agent), keys.meta], packed_assignment, self.fence)
-        )
+        answer = answered(lambda: self.scripts.run("fence", [assignment(agent), keys.meta], packed_assignment, self.fence))
         if text(answer) != "OK":
             raise Fenced("the assignment is no longer this worker's")
 

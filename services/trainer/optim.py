@@ -31,9 +31,7 @@ def lr_factor(section: Section, step: int, total: int) -> float:
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], section: Section) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
-    )
+    return torch.optim.AdamW(parameters, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
 
 
 def global_norm(parameters: Iterable[torch.nn.Parameter]) -> float:

@@ -196,7 +196,7 @@ def _packed(members: Sequence[Row], new: Tensor, anchor: Tensor | None) -> Micro
     device = new.device
     rollout = None
     if all(m.rollout is not None for m in members):
-        rollout = torch.from_numpy(np.concatenate([m.rollout for m in members])).to(device)  # type: ignore[misc]
+        rollout = torch.from_numpy(np.concatenate([m.rollout for m in members])).to(device)
     return Micro(
         new=new,
         anchor=new.detach() if anchor is None else anchor.to(device),

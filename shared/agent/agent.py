@@ -30,6 +30,9 @@ from shared.wire.codec import pack, unpack
 
 log = logging.getLogger(__name__)
 
+GRACE_S = 20.0
+"""A child's time to drain."""
+
 
 class Agent:
     """Waits for: its assignment key, its child's end, SIGTERM. Unblocked by: the controller's registry, the kernel."""
@@ -51,6 +54,8 @@ class Agent:
         self.client = connect(settings.redis_url)
         self.since, self.ttl_ms = time.time(), int(max(settings.lease_s * 400, 4 * BEAT_S * 1000))
         self.child: Child | None = None
+        self.ending: list[tuple[Child, float]] = []
+        """Children that drain, and when their patience is over."""
         self.given: Assignment | None = None
         self.backoff = Backoff()
         self.restarts, self.error = 0, ""
@@ -96,7 +101,8 @@ class Agent:
         return None if packed is None else unpack(packed, Assignment)
 
     def reconcile(self, assignment: Assignment | None) -> None:
-        """Makes the child what the assignment says."""
+        """Makes the child what the assignment says. Never waits: the beat must go on."""
+        self.reap()
         if self.given is not None and (assignment is None or assignment.id != self.given.id):
             self.drop_child("assignment ended")
         if self.child is not None and (code := self.child.poll()) is not None:
@@ -133,10 +139,18 @@ class Agent:
         self.child, self.given = None, None
 
     def drop_child(self, why: str) -> None:
+        """Asks the child to drain; reap() ends it if it does not."""
         if self.child is not None:
             log.info("ending the child: %s", why)
-            self.child.end(grace_s=20)
+            self.child.terminate()
+            self.ending.append((self.child, time.monotonic() + GRACE_S))
         self.child, self.given = None, None
+
+    def reap(self) -> None:
+        for child, deadline in self.ending[:]:
+            if child.poll() is not None or time.monotonic() > deadline:
+                child.end(grace_s=0)
+                self.ending.remove((child, deadline))
 
     def leave(self) -> None:
         """SIGTERM: the child drains, then the registration goes."""
@@ -145,6 +159,9 @@ class Agent:
         except redis.RedisError as error:
             log.warning("not told the mesh that this agent drains: %s", error)
         self.drop_child("the agent stops")
+        while self.ending:
+            self.reap()
+            time.sleep(0.05)
         try:
             with self.client.pipeline() as pipe:
                 pipe.delete(keys.worker(self.name), keys.assignment(self.name))
@@ -169,4 +186,3 @@ def main(make: Callable[[Settings], Agent], settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stopping.set())
     agent.run()
-

@@ -17,7 +17,7 @@ class Backoff:
         """Notes a failure; returns the delay until the next start in seconds."""
         if ran_s >= self.healthy:
             self.failures = 0
-        delay = min(self.most, self.first * 2**self.failures)
+        delay = float(min(self.most, self.first * 2**self.failures))
         self.failures += 1
         self.until = time.monotonic() + delay
         return delay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -83,10 +84,8 @@ class Child:
     def end(self, grace_s: float) -> int:
         """SIGTERM, then after the grace period SIGKILL to its whole group. Returns the exit code."""
         self.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()
         return self.process.wait()
 

@@ -65,9 +65,7 @@ def _problem(model: type[pydantic.BaseModel], error: Any, at: str) -> Problem:
     field = ".".join(([at] if at else []) + path) or "document"
     if error["type"] == "extra_forbidden":
         names = _fields_at(model, path[:-1])
-        return Problem(
-            field=field, message="unknown key", legal=", ".join(sorted(names)), nearest=nearest(path[-1], names)
-        )
+        return Problem(field=field, message="unknown key", legal=", ".join(sorted(names)), nearest=nearest(path[-1], names))
     value = error.get("input")
     shown = None if error["type"] == "missing" or isinstance(value, dict | list) else value
     return Problem(field=field, value=shown, message=error["msg"].removeprefix("Value error, "))
@@ -76,7 +74,7 @@ def _problem(model: type[pydantic.BaseModel], error: Any, at: str) -> Problem:
 def _fields_at(model: type[pydantic.BaseModel], path: Sequence[str]) -> list[str]:
     current: Any = model
     for name in path:
-        info = current.model_fields.get(name) if isinstance(current, type) else None
+        info = None if current is None else current.model_fields.get(name)
         if info is None:
             return []
         kinds = [info.annotation, *(getattr(info.annotation, "__args__", None) or ())]

@@ -98,8 +98,6 @@ class Schedule(Section):
     weight_sync_interval: int = Field(1, ge=1)
     """Batches between publishes."""
     max_reissues: int = Field(3, ge=0)
-    phases: Literal["stream", "barrier"] = "stream"
-    """barrier closes each phase for the whole batch before the next opens."""
 
 
 class Optimizer(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -115,7 +116,7 @@ def gae(rewards: Array, values: Array, gamma: float, lam: float, mask: Array | N
 def scatter_terminal_rewards(rewards: Array, cu_seqlens: Sequence[int]) -> Array:
     """float32 [tokens]: each sample's reward on its last token, 0 elsewhere; that of an empty sample is dropped."""
     cu = list(cu_seqlens)
-    if len(cu) != len(rewards) + 1 or cu[0] != 0 or any(b < a for a, b in zip(cu, cu[1:], strict=False)):
+    if len(cu) != len(rewards) + 1 or cu[0] != 0 or any(b < a for a, b in itertools.pairwise(cu)):
         raise ValueError(f"cu_seqlens {cu}: must start at 0, never fall, and have {len(rewards) + 1} entries")
     out = np.zeros(cu[-1], np.float32)
     for reward, lo, hi in zip(rewards, cu, cu[1:], strict=False):
@@ -135,7 +136,7 @@ def part_gae(
     tokens = scatter_terminal_rewards(rewards, cu.tolist())
     out, returns = np.zeros_like(tokens), np.zeros_like(tokens)
     samples = np.zeros(len(lengths), np.float32)
-    for index, (low, high) in enumerate(zip(cu, cu[1:], strict=False)):
+    for index, (low, high) in enumerate(itertools.pairwise(cu)):
         out[low:high], returns[low:high] = gae(tokens[low:high], values[low:high], gamma, lam)
         active = out[low:high] if loss_mask is None else out[low:high][loss_mask[low:high] > 0]
         samples[index] = active.mean() if len(active) else 0.0

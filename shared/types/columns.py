@@ -19,7 +19,7 @@ def take(column: Array | None, rows: Sequence[int]) -> Array | None:
     if isinstance(column, TensorRef):
         raise ValueError(f"rows of {column.body} were asked for before it was loaded")
     if isinstance(column, RawTensor):
-        return RawTensor(np.ascontiguousarray(column.data[list(rows)]), column.dtype)  # type: ignore[return-value]
+        return RawTensor(np.ascontiguousarray(column.data[list(rows)]), column.dtype)
     return column[list(rows)]
 
 
@@ -32,7 +32,7 @@ def concat_arrays(name: str, columns: Sequence[Array | None]) -> Array | None:
         raise ValueError(f"{name}: some rows have it and some have not")
     first = present[0]
     if isinstance(first, RawTensor):
-        return RawTensor(np.concatenate([c.data for c in present]), first.dtype)  # type: ignore[return-value]
+        return RawTensor(np.concatenate([c.data for c in present]), first.dtype)
     return np.concatenate(present)
 
 

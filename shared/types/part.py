@@ -31,6 +31,9 @@ class Media(msgspec.Struct, frozen=True, tag="media", kw_only=True, eq=False):
     uri: str | None = None
 
 
+_COLUMNS = ("segment", "rewards", "advantages", "status", "output_version", "previews", "metadata")
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=False):
     """Every column has one entry a row. A Part with `sampling_params` is generated; with `segment` too it is filled."""
 
@@ -63,20 +66,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
         rows = len(self.sample_ids)
         if len(set(self.sample_ids)) != rows:
             raise ValueError("sample_ids: an id stands twice")
-        columns: list[tuple[str, Any]] = [
-            ("segment", self.segment),
-            ("rewards", self.rewards),
-            ("advantages", self.advantages),
-            ("status", self.status),
-            ("output_version", self.output_version),
-            ("previews", self.previews),
-            ("metadata", self.metadata),
-            *self.primitives.items(),
-            *self.component_rewards.items(),
-        ]
-        for name, column in columns:
+        for name in _COLUMNS:
+            column = getattr(self, name)
             if column is not None and len(column) != rows:
                 raise ValueError(f"{name} has {len(column)} rows for {rows} sample ids")
+        for columns in (self.primitives, self.component_rewards):
+            for name, column in columns.items():
+                if len(column) != rows:
+                    raise ValueError(f"{name} has {len(column)} rows for {rows} sample ids")
 
     def __len__(self) -> int:
         return len(self.sample_ids)

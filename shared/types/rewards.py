@@ -14,6 +14,7 @@ Aggregation = Literal["weighted_sum", "mean", "min", "max"]
 SubMetric = Literal["first", "mean", "max"]
 Truncation = Literal["keep", "zero", "soft"]
 AGGREGATIONS: tuple[str, ...] = ("weighted_sum", "mean", "min", "max")
+_REDUCE: dict[str, Any] = {"mean": np.mean, "min": np.min, "max": np.max}
 SUB_METRICS: tuple[str, ...] = ("first", "mean", "max")
 
 
@@ -92,7 +93,7 @@ def combine(values: Mapping[str, float], method: str, weights: Mapping[str, floa
     if method == "weighted_sum":
         total = sum(weights.get(name, 1.0) for name in values)
         return sum(weights.get(n, 1.0) * v for n, v in values.items()) / total if total > 0 else 0.0
-    return float({"mean": np.mean, "min": min, "max": max}[method](list(values.values())))
+    return float(_REDUCE[method](np.asarray(list(values.values()))))
 
 
 def remote_aggregate(
@@ -152,7 +153,7 @@ def blend(components: Mapping[str, Array], how: Blend) -> Array:
         total = weights @ stacked.astype(np.float64)
         out = total / weights.sum() if how.normalize and weights.sum() > 0 else total
     else:
-        out = {"mean": np.mean, "min": np.min, "max": np.max}[how.method](stacked, axis=0)
+        out = _REDUCE[how.method](stacked, axis=0)
     return np.where(np.isfinite(stacked).all(axis=0), out, np.nan).astype(np.float32)
 
 

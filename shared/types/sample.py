@@ -37,10 +37,9 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
         if bad := [i for i in self.parts[0].sample_ids if "/" in i]:
             raise ValueError(f"sample id {bad[0]!r} in the first Part: a root id holds no '/'")
         for k, (above, below) in enumerate(zip(self.parts, self.parts[1:], strict=False)):
-            known = set(above.sample_ids)
-            for sample_id in below.sample_ids:
-                if parent_id(sample_id) not in known:
-                    raise ValueError(f"sample id {sample_id!r} of Part {k + 1}: its parent is not in the Part before")
+            parents = {sample_id.rpartition("/")[0] for sample_id in below.sample_ids}
+            if strangers := parents.difference(above.sample_ids):
+                raise ValueError(f"Part {k + 1} has children of {sorted(strangers)}, which are not in the Part before")
 
     @classmethod
     def request(
@@ -65,9 +64,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 
     def fork(self, n: int, params: SamplingParams, *, track: str = "policy", role: Role = "assistant") -> Sample:
         """Adds an empty generated Part: n children of every row of the last Part."""
-        child = Part(
-            sample_ids=fork_ids(self.parts[-1].sample_ids, n), role=role, track=track, sampling_params=params
-        )
+        child = Part(sample_ids=fork_ids(self.parts[-1].sample_ids, n), role=role, track=track, sampling_params=params)
         return Sample((*self.parts, child))
 
     def fill(self, segment: Segment, **columns: Any) -> Sample:

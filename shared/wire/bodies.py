@@ -57,13 +57,18 @@ class DirectoryBodies:
         temporary = target.with_name(f".{uuid4().hex}")
         digest = xxhash.xxh3_64()
         size = 0
-        with temporary.open("wb", buffering=0) as file:
-            for part in parts:
-                _write_all(file.fileno(), part)
-                digest.update(part)
-                size += len(part)
-            if self.durable:
-                os.fsync(file.fileno())
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), part)
+                    digest.update(part)
+                    size += len(part)
+                if self.durable:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            need = sum(map(len, parts))
+            raise OSError(error.errno, f"{error.strerror}: a body of {need} bytes does not fit below {self.root}") from error
         temporary.rename(target)
         if self.durable:
             _sync_folder(folder)

@@ -58,16 +58,12 @@ def check_server(client: Any, patience_s: float = 15) -> None:
             raise RedisUnfit(f"Redis at {place} refused the password: set it in UNIMESH_REDIS_URL") from error
         except (redis.RedisError, OSError) as error:
             if time.monotonic() > deadline:
-                raise RedisUnfit(
-                    f"Redis at {place} does not answer ({error}): start it, or set UNIMESH_REDIS_URL"
-                ) from error
+                raise RedisUnfit(f"Redis at {place} does not answer ({error}): start it, or set UNIMESH_REDIS_URL") from error
             time.sleep(0.1)
     found = {k.decode(): v.decode() for k, v in _settings(client).items()}
     policy = found.get("maxmemory-policy", "noeviction")
     if policy != "noeviction":
-        raise RedisUnfit(
-            f"Redis maxmemory-policy is {policy!r}: it would evict work. Set `maxmemory-policy noeviction`"
-        )
+        raise RedisUnfit(f"Redis maxmemory-policy is {policy!r}: it would evict work. Set `maxmemory-policy noeviction`")
     if found.get("appendonly", "yes") != "yes":
         raise RedisUnfit("Redis appendonly is 'no': a restart would lose work. Set `appendonly yes`")
 

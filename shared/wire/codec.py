@@ -1,11 +1,13 @@
 """Bodies: MessagePack with arrays as aligned `bin` segments behind the tree, decoded as views without a copy.
 
 A body is `[schema, tree, [pad, data, pad, data, …]]`. In the tree an array is `[dtype, shape, segment]`, a RawTensor is
-`[array of its bytes, dtype]`, a TensorRef is `[dtype, shape, body, offset, checksum]`. The whole is plain MessagePack: any reader of the format opens it.
+`[array of its bytes, dtype]`, a TensorRef is `[dtype, shape, body, offset, checksum]`. The whole
+is plain MessagePack: any reader of the format opens it.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,7 +43,8 @@ class _Segments:
 
     def _add(self, data: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...]) -> list[Any]:
         flat = np.ascontiguousarray(data).reshape(-1)
-        self.data.append(memoryview(flat.view(np.uint8) if flat.size else b"").cast("B"))
+        raw: Any = flat.view(np.uint8) if flat.size else b""
+        self.data.append(memoryview(raw).cast("B"))
         return [dtype, shape, len(self.data) - 1]
 
 
@@ -86,6 +89,14 @@ def decode(buffer: Buffer, kind: type[T]) -> T:
 _FRAME = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw, list[memoryview]])
 
 
+@lru_cache(maxsize=256)
+def _dtype(name: str) -> np.dtype[Any]:
+    kind = np.dtype(name)
+    if kind.kind not in _KINDS:
+        raise WireError(f"dtype {name}")
+    return kind
+
+
 class _Reader:
     def __init__(self, segments: list[memoryview]) -> None:
         self.segments = segments
@@ -98,8 +109,11 @@ class _Reader:
         if len(value) == 2:
             return RawTensor(self.hook(Array, value[0]), value[1])
         dtype, shape = value[0], tuple(value[1])
-        if not isinstance(dtype, str) or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise WireError("array dtype or shape")
+        if not isinstance(dtype, str):
+            raise WireError("array dtype")
+        for side in shape:
+            if not isinstance(side, int) or side < 0:
+                raise WireError("array shape")
         if len(value) == 5:
             return TensorRef(dtype, shape, *value[2:])
         return self.array(dtype, shape, value[2])
@@ -108,9 +122,7 @@ class _Reader:
         if not isinstance(index, int) or not 0 <= 2 * index + 1 < len(self.segments):
             raise WireError(f"array segment {index} does not exist")
         data = self.segments[2 * index + 1]
-        kind = np.dtype(dtype)
-        if kind.kind not in _KINDS:
-            raise WireError(f"dtype {dtype}")
+        kind = _dtype(dtype)
         if kind.itemsize == 0 or not data.nbytes:
             return np.zeros(shape, kind)
         return np.frombuffer(data, kind).reshape(shape)

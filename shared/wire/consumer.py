@@ -28,6 +28,9 @@ from shared.wire.scripts import Entry, Scripts, Write, ensure_group, no_group, t
 
 log = logging.getLogger(__name__)
 
+PIPELINE = 8
+"""Commits sent in one round trip."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -155,8 +158,8 @@ class Consumer:
         for work, future in works:
             if (error := future.exception()) is not None:
                 self._failed(work, error)
-        if good:
-            self._commit_all(good)
+        for low in range(0, len(good), PIPELINE):  # in pieces: the next stage starts on the first while others are packed
+            self._commit_all(good[low : low + PIPELINE])
         for future in done:
             self.in_hand.pop(future)
 

@@ -142,9 +142,7 @@ class Scripts:
     ) -> list[str]:
         """[OK], [FENCED], [STALE] or [GONE, id…]: the controller's compare-and-set with everything that follows from it."""
         names, argv = pack_writes((keys.lease, keys.state, keys.inbox), writes)
-        answer = self.run(
-            "commit_state", names, token, revision, after, snapshot, GROUP, len(taken), *taken, *argv
-        )
+        answer = self.run("commit_state", names, token, revision, after, snapshot, GROUP, len(taken), *taken, *argv)
         return [text(word) for word in answer]
 
     def claim(self, stream: str, consumer: str, min_idle_ms: int, count: int) -> list[Entry]:
@@ -165,9 +163,7 @@ class Scripts:
         answer = self.run("lost", [entry.stream, group_key], GROUP, consumer, entry.id, slot, entry.previous or "?")
         return (int(answer[0]), int(answer[1])) if answer else (0, 0)
 
-    def nack(
-        self, keys: JobKeys, entry: Entry, consumer: str, slot: str, limit: int, error: str, event: bytes
-    ) -> str:
+    def nack(self, keys: JobKeys, entry: Entry, consumer: str, slot: str, limit: int, error: str, event: bytes) -> str:
         """AGAIN, DEAD, late or LOST. Stop renewing the entry first."""
         names = [entry.stream, keys.group(entry.gid), keys.dead, keys.inbox, keys.counts, keys.open]
         return text(self.run("nack", names, GROUP, consumer, entry.id, entry.gid, slot, limit, error, event))

@@ -19,7 +19,12 @@ class RedisServer:
     """redis-server in `folder`, on a unix socket and, if `port` is given, on loopback TCP."""
 
     def __init__(
-        self, folder: Path, port: int = 0, executable: Path | None = None, options: Sequence[str] = (), truncated: str = "no"
+        self,
+        folder: Path,
+        port: int = 0,
+        executable: Path | None = None,
+        options: Sequence[str] = (),
+        truncated: str = "no",
     ) -> None:
         self.folder, self.port, self.options, self.truncated = folder, port, options, truncated
         self.executable = executable or find_server()
@@ -104,15 +109,13 @@ class RedisServer:
         Redis (6.2, 7.0) cuts a torn transaction in the middle and lets the next one swallow what follows; its own checker
         does it rightly. It calls an empty log an error, so that is skipped.
         """
-        if self.truncated != "no" or not (self.folder / "appendonlydir").exists() and not self.log_tail.exists():
+        if self.truncated != "no" or (not (self.folder / "appendonlydir").exists() and not self.log_tail.exists()):
             return
         if not self.log_tail.stat().st_size:
             return
         manifest = self.folder / "appendonlydir" / "appendonly.aof.manifest"
         target = manifest if manifest.exists() else self.log_tail
-        done = subprocess.run(
-            [str(self._checker()), "--fix", str(target)], input=b"y\n", capture_output=True, check=False
-        )
+        done = subprocess.run([str(self._checker()), "--fix", str(target)], input=b"y\n", capture_output=True, check=False)
         if done.returncode:
             raise RuntimeError(f"redis-check-aof failed: {(done.stdout + done.stderr).decode(errors='replace')[-600:]}")
 

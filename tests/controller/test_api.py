@@ -145,10 +145,9 @@ def test_dry_run_returns_the_plan_and_makes_nothing(api: httpx.Client, model_fol
 
 
 def test_an_idempotency_key_makes_one_job(api: httpx.Client, model_folder: Path) -> None:
-    send = lambda: api.post(  # noqa: E731
-        "/v1/jobs", json={"document": recipe(model_folder)}, headers={"Idempotency-Key": "k"}
-    ).json()["id"]
-    assert send() == send() and len(api.get("/v1/jobs").json()) == 1
+    headers, body = {"Idempotency-Key": "k"}, {"document": recipe(model_folder)}
+    first, second = (api.post("/v1/jobs", json=body, headers=headers).json()["id"] for _ in range(2))
+    assert first == second and len(api.get("/v1/jobs").json()) == 1
 
 
 def test_health(api: httpx.Client) -> None:

@@ -32,6 +32,7 @@ from services.controller.lifecycles.state import (
 from services.controller.restore import cut, from_cut
 from shared.types.ids import root_id
 from shared.wire.envelope import (
+    BodyRef,
     Completed,
     Dead,
     Failure,
@@ -210,6 +211,10 @@ def test_no_group_enters_a_batch_beyond_the_bound(seed: int, staleness: int) -> 
     assert not bound_broken
 
 
+def phase(world: World) -> str:
+    return world.state.root.phase
+
+
 def started(**changes: Any) -> World:
     world = World(plan(**changes), 0)
     world.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
@@ -219,9 +224,9 @@ def started(**changes: Any) -> World:
 def test_nothing_is_issued_before_the_first_version_is_published() -> None:
     world = World(plan(), 0)
     world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
-    assert world.state.root.phase == "starting" and not world.flights
+    assert phase(world) == "starting" and not world.flights
     world.send(Published(track="policy", version=0))
-    assert world.state.root.phase == "running" and len(world.flights) == 3
+    assert phase(world) == "running" and len(world.flights) == 3
 
 
 def test_requests_demand_exactly_the_newest_published_version_in_sync() -> None:
@@ -339,9 +344,9 @@ def test_cancel_closes_everything_and_stops_the_trainer() -> None:
 def test_a_fatal_failure_fails_the_job_and_another_only_notes() -> None:
     world = started()
     world.send(Failure(origin="reward", error="odd", fatal=False))
-    assert world.state.root.phase == "running"
+    assert phase(world) == "running"
     world.send(Failure(origin="trainer", error="no such tensor", fatal=True))
-    assert world.state.root.phase == "failed" and world.state.root.reason == "trainer: no such tensor"
+    assert phase(world) == "failed" and world.state.root.reason == "trainer: no such tensor"
 
 
 def test_a_bad_prompt_is_dead_and_replaced_by_the_next() -> None:
@@ -353,7 +358,8 @@ def test_a_bad_prompt_is_dead_and_replaced_by_the_next() -> None:
 
 def test_sft_issues_records_that_are_ready_and_publishes_at_the_end_only() -> None:
     world = World(
-        plan(domain="sft", branches=(), route=(), scorers=(), max_inflight=6, publish_at_end_only=True, advantages=False), 0
+        plan(domain="sft", branches=(), route=(), scorers=(), max_inflight=6, publish_at_end_only=True, advantages=False),
+        0,
     )
     world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
     while world.log:
@@ -361,3 +367,29 @@ def test_sft_issues_records_that_are_ready_and_publishes_at_the_end_only() -> No
     root = world.state.root
     assert root.phase == "done" and root.trained == 12 and root.dropped == {} and root.published == {"policy": 4}
     assert sum(isinstance(c, Stepped) for c in world.commands) == 4
+
+
+def test_the_retained_log_has_a_budget() -> None:
+    """At 70 % a checkpoint is made, at 100 % admission waits for it."""
+    world = started(checkpoint_every=0, log_budget=100, steps=9)
+    body = BodyRef(uri="redis:0/x", nbytes=25)
+
+    def complete() -> None:
+        for group in list(world.flights.values()):
+            event = world.completed(group)
+            [piece] = event.slices
+            piece = msgspec.structs.replace(piece, head=msgspec.structs.replace(piece.head, body=body))
+            world.send(msgspec.structs.replace(event, slices=(piece,)))
+
+    complete()
+    assert [a.kind for a in world.log] == ["train", "publish", "checkpoint"] and world.state.root.log_bytes == 75
+    saved = world.log.pop()
+    world.send(*world.trainer())
+    world.send(*world.trainer())
+    complete()
+    assert world.state.root.log_bytes == 150 and [a.kind for a in world.log] == ["train", "publish"]
+    world.send(*world.trainer())
+    world.send(*world.trainer())
+    assert not world.flights and launch(world.plan, world.state.root) == 0
+    world.send(Saved(seq=saved.seq))
+    assert world.state.root.log_bytes == 75 and len(world.flights) == 3

@@ -96,7 +96,7 @@ def plan_of(domain: str) -> Plan:
     return parse(BASE | RECIPES[domain] | {"domain": domain})[1]
 
 
-# hand-built payloads -----------------------------------------------------------------------------------------------------------
+# hand-built payloads
 
 
 def fill_text(sample: Sample, version: int, length: int = 3) -> Sample:
@@ -250,9 +250,7 @@ class Mesh:
         rows = sum(len(s.frontier) for s in samples)
         low = work.envelope.slice[0]
         scores = tuple(float(low + i) if scorer == "a" else 1.0 for i in range(rows))
-        answer = commit(
-            self.scripts, self.keys, "me", f"reward.{scorer}", work, ScoreHead(scores=scores), self.store
-        )
+        answer = commit(self.scripts, self.keys, "me", f"reward.{scorer}", work, ScoreHead(scores=scores), self.store)
         assert text(answer) in ("WAIT", "READY")
 
     def read(self, stage: str) -> Entry:
@@ -318,9 +316,7 @@ def check_entry(mesh: Mesh, entry: LogEntry) -> None:
     for piece in entry.slices:
         assert piece.head.body is not None
         samples = codec.decode(mesh.store.load(piece.head.body), list[Sample])
-        for k, (part, rewards, advantages) in enumerate(
-            zip(piece.head.parts, piece.rewards, piece.advantages, strict=True)
-        ):
+        for k, (part, rewards, advantages) in enumerate(zip(piece.head.parts, piece.rewards, piece.advantages, strict=True)):
             assert rewards is not None and advantages is not None
             assert len(part.ids) == len(rewards) == len(advantages)
             held = [i for s in samples if len(s.gen_parts) > k for i in s.gen_parts[k].sample_ids]

@@ -56,8 +56,14 @@ def test_a_good_recipe_passes(settings: Settings, model_folder: Path) -> None:
         ({"algorithm__params": {"clip": 1}}, ["algorithm.params.clip", "did you mean 'clip_range'"]),
         ({"data__source": {"name": "sort"}}, ["data.source.name", "did you mean 'sorting'"]),
         ({"data__source": {"name": "sorting", "params": {"digits": 0}}}, ["data.source.params.digits", "0"]),
-        ({"data__source": {"name": "sorting", "params": {"size": 1}}}, ["data.batch_size", "larger than the data", "1 to 1"]),
-        ({"schedule": {"weight_sync_interval": 3}}, ["schedule.max_staleness", "at least weight_sync_interval - 1 = 2"]),
+        (
+            {"data__source": {"name": "sorting", "params": {"size": 1}}},
+            ["data.batch_size", "larger than the data", "1 to 1"],
+        ),
+        (
+            {"schedule": {"weight_sync_interval": 3}},
+            ["schedule.max_staleness", "at least weight_sync_interval - 1 = 2"],
+        ),
         ({"schedule": {"max_inflight": 1}}, ["schedule.max_inflight", "no batch could form"]),
         ({"schedule": {"max_staleness": 2}}, ["schedule.max_staleness", "async_ar"]),
         ({"data__source": {"name": "reasoning_gym", "params": {"dataset": "no_such"}}}, ["no_such", "refused"]),

@@ -1,4 +1,4 @@
-"""The processes of the fuzz: the real runner, the real consumer loop and the real trainer link around handlers that only wait."""
+"""The processes of the fuzz: the real runner, consumer loop and trainer link around handlers that only wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,17 @@ from shared.wire import codec
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, answered, connect
 from shared.wire.consumer import Consumer, Policy
-from shared.wire.envelope import LogEntry, PartHead, Published, RolledBack, Saved, ScoreHead, SliceHead, Started, Trained
+from shared.wire.envelope import (
+    LogEntry,
+    PartHead,
+    Published,
+    RolledBack,
+    Saved,
+    ScoreHead,
+    SliceHead,
+    Started,
+    Trained,
+)
 from shared.wire.errors import Poison
 from shared.wire.hops import Filled, Result, Work, hop_writes
 from shared.wire.keys import GROUP, JobKeys, assignment
@@ -235,5 +245,3 @@ def _apply(plan: Plan, applied: Applied, link: Link, entry: LogEntry, version: i
         link.report(Saved(seq=entry.seq))
     link.applied(entry)
     return version
-
-

@@ -24,7 +24,19 @@ class Mesh:
     def __init__(self, state: Path, root: Path, *flags: str, lease_s: float = 3.0) -> None:
         self.state = state
         env = os.environ | {"UNIMESH_LEASE_S": str(lease_s)}
-        command = [sys.executable, "-m", "unimesh.cli", "up", "--state", str(state), "--root", str(root), "--port", "0", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "unimesh.cli",
+            "up",
+            "--state",
+            str(state),
+            "--root",
+            str(root),
+            "--port",
+            "0",
+            *flags,
+        ]
         self.log = state.with_suffix(".log")
         with self.log.open("w") as out:
             self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

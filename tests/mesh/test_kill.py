@@ -30,7 +30,10 @@ def document(model: Path, **changes: Any) -> dict[str, Any]:
         rollout__slice=2,
         rollout__sampling__max_new_tokens=12,
         reward={
-            "scorers": {"match": {"name": "exact_match"}, "size": {"name": "length", "params": {"target": 4, "width": 6}}}
+            "scorers": {
+                "match": {"name": "exact_match"},
+                "size": {"name": "length", "params": {"target": 4, "width": 6}},
+            }
         },
         train__checkpoint_every=3,
         train__num_updates_per_batch=2,

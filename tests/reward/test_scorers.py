@@ -56,7 +56,9 @@ def test_reasoning_gym_grades_with_the_data_sets_own_grader() -> None:
     good = {"dataset": "leg_counting", "entry": entry}
     found = scores("reasoning_gym", {}, row(entry["answer"], **good), row("-1", **good), row("1"))
     assert found[0] == 1.0 and found[1] is not None and found[1] < 1 and found[2] is None
-    tagged = scores("reasoning_gym", {"answer_pattern": "<a>(.*?)</a>"}, row(f"<a>{entry['answer']}</a>", **good), row("x", **good))
+    tagged = scores(
+        "reasoning_gym", {"answer_pattern": "<a>(.*?)</a>"}, row(f"<a>{entry['answer']}</a>", **good), row("x", **good)
+    )
     assert tagged == [1.0, 0.0]
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.trainer import checkpoint
 from services.trainer.world import World
@@ -26,7 +27,7 @@ def main() -> None:
     weights = stack.backend.weights()
     optimizer = stack.backend.optimizer_state(stack.optimizer)
     if world.first:
-        checkpoint.save_file(weights, folder / "model.safetensors")
+        save_file(weights, folder / "model.safetensors")
         checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
         (folder / "metrics.json").write_text(json.dumps({"updates": stack.progress.version}))
     world.barrier()
@@ -34,7 +35,7 @@ def main() -> None:
     later = stack.backend.weights()
 
     other = make_stack(model, dtype, world, num_updates_per_batch=3, micro_batch_size=2)
-    other.backend.load_weights(checkpoint.load_file(folder / "model.safetensors") if world.first else {})
+    other.backend.load_weights(load_file(folder / "model.safetensors") if world.first else {})
     other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(folder / "optimizer.safetensors"))
     other.progress.version = 3
     other.train_track(make_batch(seed=1))

@@ -78,15 +78,22 @@ def test_grpo(case: Case) -> None:
     with refused(case):
         if p.get("old_logp_source", "rollout") not in ("rollout", "replay"):
             raise ValueError("the anchor is frozen by the stack: there is no other source to choose")
-        micro = Micro(new=new, anchor=tensor(anchor), rollout=None, advantages=tensor(x["advantages"]), mask=mask, lengths=lengths)
+        micro = Micro(
+            new=new, anchor=tensor(anchor), rollout=None, advantages=tensor(x["advantages"]), mask=mask, lengths=lengths
+        )
         tally = Tally()
         loss = Grpo(params).loss(micro, tally)
-        (loss * p.get("loss_scale", 1.0)).backward()  # type: ignore[no-untyped-call]
+        (loss * p.get("loss_scale", 1.0)).backward()
         case.close(loss.detach(), case.outputs["loss"])
         case.close(new.grad, case.outputs["grad_new_logp"])
         if mask.any():
             wanted = case.expect["metrics"]
-            names = {"ratio": "ratio_mean", "ratio_max": "ratio_max", "clip_fraction": "clip_fraction", "approx_kl": "approx_kl"}
+            names = {
+                "ratio": "ratio_mean",
+                "ratio_max": "ratio_max",
+                "clip_fraction": "clip_fraction",
+                "approx_kl": "approx_kl",
+            }
             for ours, theirs in names.items():
                 if theirs in wanted:
                     case.close(tally.figures()[ours], wanted[theirs], rtol=2e-4, atol=1e-5)
@@ -101,7 +108,7 @@ def test_sft(case: Case) -> None:
     micro = Micro(new=logp, anchor=logp.detach(), rollout=None, advantages=None, mask=mask, lengths=lengths)
     algorithm = CrossEntropy(builtin.CrossEntropy.model_construct(aggregation=p["mode"], horizon=p["horizon"]))
     loss = algorithm.loss(micro, Tally())
-    (loss * p["loss_scale"]).backward()  # type: ignore[no-untyped-call]
+    (loss * p["loss_scale"]).backward()
     case.close(loss.detach(), case.outputs["loss"])
     case.close(logp.grad, case.outputs["grad_logp"])
 

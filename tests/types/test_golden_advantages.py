@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shared.types import ARSamplingParams, Part, Sample
+from shared.types import ARSamplingParams, Part, Sample, ids
 from shared.types import advantages as adv
-from shared.types import ids
 from tests.vectors import Case, cases
 
 TOPIC = "01_advantages"
@@ -88,9 +87,7 @@ def lineage(prompts: list[str], branches: list[int]) -> Sample:
 @pytest.mark.parametrize("case", cases(TOPIC, "propagate_rewards"))
 def test_propagate(case: Case) -> None:
     sample = lineage(case.params["prompts"], case.params["branches"])
-    parts = [
-        msgspec.structs.replace(part, rewards=case.inputs.get(f"rewards_part{k}")) for k, part in enumerate(sample.parts)
-    ]
+    parts = [msgspec.structs.replace(part, rewards=case.inputs.get(f"rewards_part{k}")) for k, part in enumerate(sample.parts)]
     with refused(case):
         found = Sample(tuple(parts)).propagate_rewards(case.params["op"])
         for name, wanted in case.outputs.items():

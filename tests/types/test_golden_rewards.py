@@ -78,7 +78,5 @@ def test_blend(case: Case) -> None:
 
 
 def test_a_failed_component_fails_the_row_and_is_never_zero() -> None:
-    found = rewards.blend(
-        {"a": np.asarray([1, math.nan], np.float32), "b": np.asarray([0, 1], np.float32)}, rewards.Blend()
-    )
+    found = rewards.blend({"a": np.asarray([1, math.nan], np.float32), "b": np.asarray([0, 1], np.float32)}, rewards.Blend())
     assert found[0] == 0.5 and math.isnan(found[1])

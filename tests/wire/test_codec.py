@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import Any
 
@@ -112,10 +113,8 @@ def test_a_damaged_message_is_refused_or_decodes(at: int, byte: int) -> None:
     """Nothing but a WireError comes out of damage; damage inside array data is the body checksum's business."""
     damaged = bytearray(MESSAGE)
     damaged[at] = byte
-    try:
+    with contextlib.suppress(WireError):
         codec.decode(bytes(damaged), Box)
-    except WireError:
-        pass
 
 
 @given(st.integers(0, len(MESSAGE) - 1))

@@ -280,7 +280,12 @@ def test_lease_has_one_holder(b: Bench) -> None:
     def lease(token: str, take: bool) -> str:
         return b.scripts.lease(b.keys.lease, token, 9000, take)
 
-    assert [lease("t", False), lease("t", True), lease("u", True), lease("t", False)] == ["FREE", "MINE", "HELD", "MINE"]
+    assert [lease("t", False), lease("t", True), lease("u", True), lease("t", False)] == [
+        "FREE",
+        "MINE",
+        "HELD",
+        "MINE",
+    ]
     assert not b.scripts.release(b.keys.lease, "u") and b.scripts.release(b.keys.lease, "t")
     assert lease("u", True) == "MINE"
 

@@ -158,9 +158,7 @@ async def _exists(settings: Settings, job: str) -> bool:
         return bool(await client.exists(JobKeys(job).doc))
 
 
-async def _events(
-    settings: Settings, keys: JobKeys, after: str | None, request: Request, follow: bool
-) -> AsyncIterator[str]:
+async def _events(settings: Settings, keys: JobKeys, after: str | None, request: Request, follow: bool) -> AsyncIterator[str]:
     """Notes and steps merged; an event's id names the place in both streams."""
     places = dict(zip((keys.events, keys.steps), (after or "0-0/0-0").split("/"), strict=False))
     async with connect_async(settings.redis_url) as client:

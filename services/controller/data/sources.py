@@ -166,10 +166,11 @@ def open_source(component: Component, settings: Settings, at: str) -> Source:
     params = specs.check("source", component.name, component.params, at)
     if isinstance(params, builtin.Jsonl):
         return JsonlSource(params, settings.allowed(params.path, f"{at}.params.path"))
-    source = {builtin.Sorting: SortingSource, builtin.ReasoningGymSource: ReasoningGymSource}[type(params)](params)
-    if isinstance(source, ReasoningGymSource):
+    if isinstance(params, builtin.ReasoningGymSource):
+        source = ReasoningGymSource(params)
         source.dataset  # noqa: B018  (a wrong name or config is an error now, not in the middle of a run)
-    return source
+        return source
+    return SortingSource(params)
 
 
 def _check_text(values: list[Any], error: Callable[[str], BadInput]) -> None:

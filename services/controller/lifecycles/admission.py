@@ -17,7 +17,7 @@ def batches_since_sync(root: Root) -> int:
 
 def launch(plan: Plan, root: Root) -> int:
     """Groups to issue now."""
-    if root.paused:
+    if root.paused or root.log_bytes >= plan.log_budget:
         return 0
     left = plan.steps - root.batches
     freshness = max(0, plan.max_staleness - batches_since_sync(root) + 1) if plan.route else left

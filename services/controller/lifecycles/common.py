@@ -10,6 +10,11 @@ from shared.config.problems import bad
 from shared.config.sections import Component, Eval, Recipe, Reward, RolloutRecipe, Schedule
 
 
+def check_placement(recipe: Recipe) -> None:
+    if recipe.placement.layout != "separate":
+        raise bad("placement.layout", recipe.placement.layout, "is not there yet", "separate")
+
+
 def check_schedule(schedule: Schedule, batch_size: int) -> int:
     """The largest number of groups in flight. BadInput for what would deadlock."""
     if schedule.max_staleness < schedule.weight_sync_interval - 1:
@@ -36,6 +41,7 @@ def rolled_out(
     **more: Any,
 ) -> Plan:
     """The plan of a domain that rolls out."""
+    check_placement(recipe)
     return Plan(
         domain=recipe.domain,
         steps=recipe.steps,
@@ -49,7 +55,7 @@ def rolled_out(
         max_inflight=check_schedule(schedule, recipe.data.batch_size),
         sync_interval=schedule.weight_sync_interval,
         max_reissues=schedule.max_reissues,
-        barrier=schedule.phases == "barrier",
+        log_budget=int(recipe.train.log_budget_mb * 2**20),
         on_failed=reward.on_failed,
         aggregation=reward.aggregation,
         weights={name: scorer.weight for name, scorer in reward.scorers.items()},

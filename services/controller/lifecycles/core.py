@@ -34,7 +34,18 @@ from services.controller.lifecycles.state import (
 )
 from services.controller.scoring import batch_stats, scored
 from shared.types.ids import group_id
-from shared.wire.envelope import Completed, Dead, Failure, Need, Operator, Published, RolledBack, Saved, Started, Trained
+from shared.wire.envelope import (
+    Completed,
+    Dead,
+    Failure,
+    Need,
+    Operator,
+    Published,
+    RolledBack,
+    Saved,
+    Started,
+    Trained,
+)
 
 RootOf = Callable[[int], str]
 """Root id of a draw number: a pure function of the data order."""
@@ -201,6 +212,7 @@ class Transition:
         self.set(
             records=tuple(r for r in self.root.records if r is not record),
             saved_seq=seq,
+            log_bytes=self.root.log_bytes - record.nbytes,
             swept=max(below, self.root.swept),
         )
 
@@ -294,8 +306,15 @@ class Transition:
         last = self.root.batches + 1 >= self.plan.steps
         if admission.publish_due(self.plan, self.root, last):
             self.append("publish")
-        if last or (self.plan.checkpoint_every and (self.root.batches + 1) % self.plan.checkpoint_every == 0):
+        if last or self.checkpoint_due():
             self.append("checkpoint")
+
+    def checkpoint_due(self) -> bool:
+        """By the recipe, or since the log retains 70 % of what it may."""
+        every = self.plan.checkpoint_every
+        full = self.root.log_bytes >= 0.7 * self.plan.log_budget
+        waiting = any(r.kind == "checkpoint" for r in self.root.records)
+        return bool(every and (self.root.batches + 1) % every == 0) or (full and not waiting)
 
     def append(self, kind: Any, groups: tuple[Group, ...] = ()) -> None:
         seq, entry_id = self.root.seq + 1, f"{self.nonce}.{self.root.seq + 1}"
@@ -308,9 +327,11 @@ class Transition:
             at=self.now,
             shelf=self.root.formed,
             stats=batch_stats(self.plan, self.root, groups) if groups else {},
+            nbytes=self.root.log_bytes if kind == "checkpoint" else 0,
         )
         kept = self.root.records if kind == "stop" else (*self.root.records, record)
-        self.set(seq=seq, last_id=entry_id, records=kept)
+        grown = sum(head.body.nbytes for g in groups for head in g.slices or () if head.body is not None)
+        self.set(seq=seq, last_id=entry_id, records=kept, log_bytes=self.root.log_bytes + grown)
 
     def finish(self) -> None:
         """The steps are done: what is still open is surplus."""

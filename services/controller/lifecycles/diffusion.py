@@ -6,8 +6,8 @@ from typing import Literal
 
 from services.controller.lifecycles.common import check_scorers, rolled_out
 from services.controller.lifecycles.state import Branch, Plan
-from shared.config.problems import bad
 from shared.config import sections
+from shared.config.problems import bad
 from shared.config.sections import Algorithm, Component, Eval, Reward, Schedule, Section
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.controller.lifecycles.common import check_algorithm, check_optimizer
+from services.controller.lifecycles.common import check_algorithm, check_optimizer, check_placement
 from services.controller.lifecycles.state import Plan
 from shared.config import specs
 from shared.config.sections import SftRecipe
@@ -18,6 +18,7 @@ def plan(recipe: SftRecipe) -> Plan:
     specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
     check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch)
     check_optimizer(recipe)
+    check_placement(recipe)
     return Plan(
         domain="sft",
         steps=recipe.steps,
@@ -29,6 +30,7 @@ def plan(recipe: SftRecipe) -> Plan:
         max_inflight=2 * recipe.data.batch_size,  # the next batch is read while one trains
         publish_at_end_only=True,
         advantages=False,
+        log_budget=int(recipe.train.log_budget_mb * 2**20),
         checkpoint_every=recipe.train.checkpoint_every,
         previews=recipe.logging.previews,
     )

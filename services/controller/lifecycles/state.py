@@ -42,7 +42,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_reissues: int = 3
     need: Literal["exactly", "at_least"] = "exactly"
     publish_at_end_only: bool = False
-    barrier: bool = False
+    log_budget: int = 1 << 30
+    """Bytes of bodies that the train log may retain."""
     advantages: bool = True
     on_failed: Literal["exclude", "drop_group", "abort"] = "exclude"
     checkpoint_every: int = 0
@@ -103,6 +104,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """checkpoint: shelves below are not needed once it is complete."""
     stats: dict[str, float] = {}
     """train: figures of the batch."""
+    nbytes: int = 0
+    """checkpoint: bytes of the retained log that it makes needless."""
 
 
 class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +151,8 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     publish_seconds: float = 0.0
     trainer_up: bool = False
     saved_seq: int = 0
+    log_bytes: int = 0
+    """Bytes of bodies that the log names and no complete checkpoint covers."""
     swept: int = 0
     """Shelves below are gone."""
     evals: tuple[EvalRun, ...] = ()

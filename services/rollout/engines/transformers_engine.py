@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,9 @@ class TransformersEngine:
         if not isinstance(params, ARSamplingParams):
             raise ValueError(f"the transformers engine cannot do {type(params).__name__}")
         prompts: dict[bytes, int] = {}
-        tokens, rows, seeds = [], [], []
+        tokens: list[np.ndarray[Any, Any]] = []
+        rows: list[int] = []
+        seeds: list[int] = []
         for sample in samples:
             for row, sample_id in enumerate(sample.frontier.sample_ids):
                 prompt = sample.conditioning(row)

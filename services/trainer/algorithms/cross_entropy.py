@@ -14,7 +14,8 @@ class CrossEntropy:
     idle_without_advantage = False
 
     def __init__(self, params: Params) -> None:
-        self.aggregation, self.horizon = params.aggregation, params.horizon
+        self.aggregation: str = params.aggregation
+        self.horizon = params.horizon
 
     def loss(self, micro: Micro, tally: Tally) -> Tensor:
         tally.mean("target_probability", micro.new.detach().exp(), micro.mask)

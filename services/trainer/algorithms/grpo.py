@@ -21,7 +21,7 @@ class Grpo:
 
     def __init__(self, params: Params) -> None:
         self.params = params
-        self.aggregation = params.aggregation
+        self.aggregation: str = params.aggregation
         self.low = params.clip_range
         self.high = params.clip_range if params.clip_range_high is None else params.clip_range_high
 

@@ -74,7 +74,12 @@ class _Run:
     """The state of one batch: the cache and, for each row still active, its place in the output."""
 
     def __init__(
-        self, bundle: Bundle, prompts: Sequence[Tokens], rows: Sequence[int], seeds: Sequence[int], params: ARSamplingParams
+        self,
+        bundle: Bundle,
+        prompts: Sequence[Tokens],
+        rows: Sequence[int],
+        seeds: Sequence[int],
+        params: ARSamplingParams,
     ) -> None:
         self.model, self.params = bundle.model, params
         self.device = bundle.model.device

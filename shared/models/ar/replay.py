@@ -46,4 +46,5 @@ def replay(bundle: Bundle, prompts: Sequence[Tokens], completions: Sequence[Toke
     if temperature not in (0, 1):
         logits = logits / temperature
     chosen = targets[valid.to(device)]
-    return logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(-1)
+    scores: Tensor = logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(-1)
+    return scores

@@ -26,7 +26,9 @@ def filtered(logits: Tensor, params: ARSamplingParams) -> Tensor:
     return logits
 
 
-def draw(logits: Tensor, params: ARSamplingParams, uniform: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, params: ARSamplingParams, uniform: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> tuple[Tensor, Tensor]:
     """(token ids, fp32 log-probs), [rows] each, by inversion of the distribution function at `uniform` in [0, 1)."""
     log_probs = filtered(logits, params).log_softmax(-1)
     if params.temperature == 0:

@@ -12,7 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ("controller", "reward", "rollout", "trainer")
-TORCH_FREE = ("shared.types", "shared.wire", "shared.config", "shared.agent", "shared.weights", "services.controller", "unimesh")
+TORCH_FREE = (
+    "shared.types",
+    "shared.wire",
+    "shared.config",
+    "shared.agent",
+    "shared.weights",
+    "services.controller",
+    "unimesh",
+)
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -46,7 +54,7 @@ def test_the_lower_layers_do_not_look_up(folder: str, forbidden: set[str]) -> No
 
 @pytest.mark.parametrize("package", TORCH_FREE)
 def test_it_imports_with_torch_blocked(package: str) -> None:
-    names = [m for m in modules(package.replace(".", "/"))]
+    names = modules(package.replace(".", "/"))
     assert names
     code = f"""
 import importlib, sys

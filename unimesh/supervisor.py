@@ -47,7 +47,7 @@ class StateBusy(RuntimeError):
 def plan_threads(cores: int, shape: Shape, overlap: bool = False) -> int:
     """Synchronous phases take all cores in turn; services that overlap share them."""
     workers = shape.rollout + shape.trainer if overlap else max(shape.rollout, shape.trainer)
-    return max(1, cores // workers)
+    return max(1, cores // max(1, workers))
 
 
 class Part:

@@ -21,6 +21,7 @@ from shared.config.settings import Settings
 from shared.types.params import ARSamplingParams
 from shared.weights.locate import ModelFiles, locate
 from shared.wire.codec import pack, unpack
+from shared.wire.hops import meta_fields
 from shared.wire.keys import JOBS, NUDGE, JobKeys, idempotency
 
 CHECKED_RECORDS = 256
@@ -153,11 +154,10 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
     doc, keys = job.doc, job.keys
     if idempotency_key is not None and not client.set(idempotency(idempotency_key), doc.id, nx=True, ex=86400):
         return str(client.get(idempotency(idempotency_key)).decode())
-    route = ",".join(doc.plan.route)
     summary = {"name": doc.recipe["name"], "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps}
     with client.pipeline(transaction=True) as pipe:
         pipe.set(keys.doc, pack(doc))
-        pipe.hset(keys.meta, mapping={"incarnation": 1, "route:train": route, "route:eval": route})
+        pipe.hset(keys.meta, mapping=meta_fields(1, doc.plan.route, doc.plan.scorers))
         pipe.execute()
     client.hset(JOBS, doc.id, pack(summary))
     client.publish(NUDGE, "job")

@@ -11,6 +11,7 @@ import msgspec
 
 from services.controller.lifecycles.state import Group, Restore, Root, State
 from shared.wire.codec import unpack
+from shared.wire.hops import meta_fields
 from shared.wire.scripts import Write, hset, xadd
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def from_cut(saved: Cut, incarnation: int) -> Root:
 
 def restored(runner: Runner, state: State, command: Restore, taken: Sequence[str], revision: str) -> None:
     """Commits the state of the newest checkpoint (or a start from nothing) in place of one that the trainer's log denies."""
-    keys = runner.keys
+    keys, plan = runner.keys, runner.job.doc.plan
     folder = newest_checkpoint(runner.settings.checkpoints(runner.job.doc.id))
     incarnation = state.root.incarnation + 1
     if folder is None:
@@ -77,7 +78,7 @@ def restored(runner: Runner, state: State, command: Restore, taken: Sequence[str
         where = f"checkpoint {folder.name}"
     text = f"Redis went back in time ({command.detail}): the job returns to {where}, incarnation {incarnation}"
     writes = [
-        hset(keys.meta, {"incarnation": incarnation}),
+        hset(keys.meta, meta_fields(incarnation, plan.route, plan.scorers)),
         Write("UNLINK", keys.log),
         Write("UNLINK", keys.rows),
         Write("UNLINK", keys.open),

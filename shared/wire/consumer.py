@@ -172,6 +172,9 @@ class Consumer:
                 return list(pipe.execute(raise_on_error=False))
 
         answers = answered(call)
+        if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
+            self.scripts.load()
+            answers = answered(call)  # what did take effect answers LOST now, which changes nothing
         for (work, _), answer in zip(good, answers, strict=True):
             if isinstance(answer, redis.RedisError):
                 self._failed(work, answer)

@@ -15,7 +15,7 @@ from shared.wire.bodies import BodyStore
 from shared.wire.codec import Buffer, pack, unpack
 from shared.wire.envelope import Envelope, ScoreHead, SliceHead, envelope_fields
 from shared.wire.keys import GROUP, JobKeys
-from shared.wire.scripts import Entry, Scripts, Write, hset, pack_writes, send
+from shared.wire.scripts import Entry, Scripts, Value, Write, hset, pack_writes, send
 
 
 @dataclass(slots=True)
@@ -79,8 +79,19 @@ def hop_writes(keys: JobKeys, work: Work, filled: Filled, store: BodyStore) -> l
     return out + [send(keys, stage, envelope.gid, low, fields) for stage in stages]
 
 
-def phase(envelope: Envelope, stage: str) -> str:
-    return f"{envelope.incarnation} {envelope.kind} {envelope.position} {stage}"
+def phase(kind: str, position: int, stage: str) -> str:
+    """The field of meta that allows results of this stage at this position."""
+    return f"phase:{kind} {position} {stage}"
+
+
+def meta_fields(incarnation: int, route: Sequence[str], scorers: Sequence[str]) -> dict[str, int]:
+    """What meta holds of an incarnation: every phase that a message may be in."""
+    fields = {"incarnation": incarnation}
+    for kind in ("train", "eval"):
+        for position, stage in enumerate(route):
+            stages = [f"reward.{scorer}" for scorer in scorers] if stage == "reward" else [stage]
+            fields |= {phase(kind, position, name): incarnation for name in stages}
+    return fields
 
 
 def commit(
@@ -97,7 +108,8 @@ def commit(
     """Runs the commit on `pipe` (its answer comes with the pipeline's) or at once. See the scripts for the answers."""
     envelope, entry = work.envelope, work.entry
     fixed = [entry.stream, keys.meta, keys.open, keys.counts]
-    argv = [GROUP, consumer, entry.id, phase(envelope, stage), envelope.gid]
+    argv: list[Value] = [GROUP, consumer, entry.id, phase(envelope.kind, envelope.position, stage)]
+    argv += [envelope.incarnation, envelope.gid]
     if isinstance(result, ScoreHead):
         slot = f"s:{stage.removeprefix('reward.')}:{envelope.slice[0]}"
         names, writes = pack_writes([*fixed, keys.group(envelope.gid), keys.inbox], extra)

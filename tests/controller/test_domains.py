@@ -46,7 +46,7 @@ from shared.wire.envelope import (
     envelope_fields,
     read_event,
 )
-from shared.wire.hops import commit, read_work
+from shared.wire.hops import commit, meta_fields, read_work
 from shared.wire.keys import GROUP, JobKeys
 from shared.wire.scripts import Entry, Scripts, ensure_group, text
 
@@ -188,8 +188,7 @@ class Mesh:
         self.domain, self.plan, self.client = domain, plan_of(domain), client
         self.keys, self.scripts = JobKeys(domain), Scripts(client)
         self.store = BodyStore(client, self.keys, DirectoryBodies(folder, durable=False))
-        route = ",".join(self.plan.route)
-        client.hset(self.keys.meta, mapping={"incarnation": 1, "route:train": route})
+        client.hset(self.keys.meta, mapping=meta_fields(1, self.plan.route, self.plan.scorers))
         self.state = State(Root(), {})
         self.log: list[Append] = []
         self.entries: list[LogEntry] = []

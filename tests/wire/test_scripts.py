@@ -15,7 +15,7 @@ from shared.wire.bodies import BodyStore, DirectoryBodies
 from shared.wire.client import connect
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import Dead, Envelope, Need, PartHead, ScoreHead, SliceHead, Trained, read_event
-from shared.wire.hops import Filled, Work, commit, read_work
+from shared.wire.hops import Filled, Work, commit, meta_fields, phase, read_work
 from shared.wire.keys import GROUP, JobKeys
 from shared.wire.scripts import Entry, Scripts, Write, ensure_group, hset, new_revision, send, text, xadd
 from shared.wire.server import RedisServer
@@ -51,7 +51,8 @@ class Bench:
     def __init__(self, client: Any, folder: Path) -> None:
         self.client, self.keys, self.scripts = client, JobKeys(uuid4().hex[:8]), Scripts(client)
         self.store = BodyStore(client, self.keys, DirectoryBodies(folder))
-        client.hset(self.keys.meta, mapping={"incarnation": 1, "route:train": ",".join(ROUTE)})
+        client.hset(self.keys.meta, mapping=meta_fields(1, ROUTE, ("a", "b")))
+        client.hdel(self.keys.meta, phase("eval", 0, "rollout.policy"))
         client.zadd(self.keys.open, {"g#0": 0})
         client.hset(self.keys.group("g#0"), mapping={"need": 2, "have": 0})
         for stage in ("rollout.policy", "reward.a", "reward.b", "inbox"):
@@ -161,7 +162,8 @@ def test_a_message_of_another_incarnation_phase_or_closed_group_is_taken_counted
                 GROUP,
                 "me",
                 work.entry.id,
-                f"1 train {position} rollout.policy",
+                phase("train", position, "rollout.policy"),
+                1,
                 "g#0",
             )
         )

@@ -5,14 +5,15 @@
 -- Writes travel flat at the end of ARGV: command, index into KEYS, number of arguments, arguments. SEND is an XADD that also
 -- notes the new entry's place in a group's hash, so that dropping the group can find it: SEND, stream, n, group's key index,
 -- field of the note, XADD's fields and values.
+local call = redis.call
 local KIND = {
   XADD = 'stream', SEND = 'stream', XTRIM = 'stream', TAKE = 'stream', HSET = 'hash', HDEL = 'hash', HINCRBY = 'hash',
   ZADD = 'zset', ZREM = 'zset', SET = 'string', UNLINK = 'any',
 }
 
 local function newest(key)
-  if redis.call('EXISTS', key) == 0 then return nil end
-  local info = redis.call('XINFO', 'STREAM', key)
+  if call('EXISTS', key) == 0 then return nil end
+  local info = call('XINFO', 'STREAM', key)
   for i = 1, #info, 2 do
     if info[i] == 'last-generated-id' then return info[i + 1] end
   end
@@ -26,7 +27,7 @@ local function bad_writes(first)
     if not kind then return 'BADWRITE no such command: ' .. command end
     if not key then return 'BADWRITE no such key index: ' .. tostring(ARGV[at + 1]) end
     if not size or size < 0 or size > 7000 or at + 2 + size > #ARGV then return 'BADWRITE argument count for ' .. key end
-    local is = kinds[key] or redis.call('TYPE', key).ok
+    local is = kinds[key] or call('TYPE', key).ok
     kinds[key] = is
     if kind ~= 'any' and is ~= kind and is ~= 'none' then return 'BADKEY ' .. key .. ' is a ' .. is .. ', not a ' .. kind end
     if command == 'SEND' and not KEYS[tonumber(ARGV[at + 3]) or 0] then return 'BADWRITE no group key for ' .. key end
@@ -42,8 +43,8 @@ end
 
 -- The exactly-once gate. XDEL is right only while a stream has a single group.
 local function take(stream, group, id)
-  if redis.call('XACK', stream, group, id) == 0 then return false end
-  redis.call('XDEL', stream, id)
+  if call('XACK', stream, group, id) == 0 then return false end
+  call('XDEL', stream, id)
   return true
 end
 
@@ -52,15 +53,15 @@ local function write(first)
   while at <= #ARGV do
     local command, key, size = ARGV[at], KEYS[tonumber(ARGV[at + 1])], tonumber(ARGV[at + 2])
     if command == 'SEND' then
-      local id = redis.call('XADD', key, '*', unpack(ARGV, at + 5, at + 2 + size))
-      redis.call('HSET', KEYS[tonumber(ARGV[at + 3])], ARGV[at + 4], id)
+      local id = call('XADD', key, '*', unpack(ARGV, at + 5, at + 2 + size))
+      call('HSET', KEYS[tonumber(ARGV[at + 3])], ARGV[at + 4], id)
     elseif command == 'TAKE' then
-      redis.call('XACK', key, ARGV[at + 3], ARGV[at + 4])
-      redis.call('XDEL', key, ARGV[at + 4])
+      call('XACK', key, ARGV[at + 3], ARGV[at + 4])
+      call('XDEL', key, ARGV[at + 4])
     elseif size == 0 then
-      redis.call(command, key)
+      call(command, key)
     else
-      redis.call(command, key, unpack(ARGV, at + 3, at + 2 + size))
+      call(command, key, unpack(ARGV, at + 3, at + 2 + size))
     end
     at = at + 3 + size
   end
@@ -68,22 +69,14 @@ end
 
 -- {id, consumer, idle, deliveries} of a pending entry, or nil. Without a consumer: whoever owns it.
 local function pending(stream, group, id, consumer)
-  if consumer then return redis.call('XPENDING', stream, group, id, id, 1, consumer)[1] end
-  return redis.call('XPENDING', stream, group, id, id, 1)[1]
+  if consumer then return call('XPENDING', stream, group, id, id, 1, consumer)[1] end
+  return call('XPENDING', stream, group, id, id, 1)[1]
 end
 
--- Whether a result may still count: nil, or why not. `phase` is "incarnation route position stage".
-local function refusal(meta, open, phase, gid)
-  local incarnation, route, position, stage = string.match(phase, '^(%S+) (%S+) (%d+) (%S+)$')
-  local known = redis.call('HMGET', meta, 'incarnation', 'route:' .. (route or ''))
-  if known[1] ~= incarnation then return 'refused' end
-  if not known[2] then return 'wrong_phase' end
-  local at = 0
-  for name in string.gmatch(known[2], '[^,]+') do
-    local same = name == stage or (name == 'reward' and string.sub(stage, 1, 7) == 'reward.')
-    if at == tonumber(position) and not same then return 'wrong_phase' end
-    at = at + 1
-  end
-  if tonumber(position) >= at then return 'wrong_phase' end
-  if not redis.call('ZSCORE', open, gid) then return 'late' end
+-- Whether a result may still count: nil, or why not. `phase` is a field of meta, whose value is the incarnation.
+local function refusal(meta, open, phase, incarnation, gid)
+  local known = call('HGET', meta, phase)
+  if not known then return 'wrong_phase' end
+  if known ~= incarnation then return 'refused' end
+  if not call('ZSCORE', open, gid) then return 'late' end
 end

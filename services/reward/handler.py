@@ -22,6 +22,8 @@ from shared.wire.envelope import BodyRef, ScoreHead
 from shared.wire.errors import BodyLost, WireError
 from shared.wire.hops import Result, Work
 
+TOGETHER = 8
+"""Messages whose scores are handed over at once."""
 Batch = list[tuple[Work, "Future[Result]"]]
 
 
@@ -63,15 +65,22 @@ class ScoreHandler:
             bodies = self.store.load_many([ref for ref in refs if ref is not None])
         except BodyLost:
             bodies = None  # find out whose it is, one by one
-        for index, (work, future) in enumerate(batch):
-            if work.cancelled.is_set():
-                future.set_exception(BodyLost("cancelled"))
-                continue
-            try:
-                body = bodies[index] if bodies is not None else self.store.load(_ref(work))
-                future.set_result(self._score(codec.decode(body, list[Sample])))
-            except (BodyLost, WireError, ValueError) as error:
-                future.set_exception(error)
+        for low in range(0, len(batch), TOGETHER):
+            rows = range(low, min(low + TOGETHER, len(batch)))
+            found = [self._one(batch[i][0], None if bodies is None else bodies[i]) for i in rows]
+            for i, answer in zip(rows, found, strict=True):  # together, so that they are committed together
+                if isinstance(answer, Exception):
+                    batch[i][1].set_exception(answer)
+                else:
+                    batch[i][1].set_result(answer)
+
+    def _one(self, work: Work, body: codec.Buffer | None) -> ScoreHead | Exception:
+        if work.cancelled.is_set():
+            return BodyLost("cancelled")
+        try:
+            return self._score(codec.decode(self.store.load(_ref(work)) if body is None else body, list[Sample]))
+        except (BodyLost, WireError, ValueError) as error:
+            return error
 
     def _score(self, samples: list[Sample]) -> ScoreHead:
         started = time.monotonic()

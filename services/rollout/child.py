@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
@@ -55,6 +56,8 @@ def run(settings: Any, assignment: dict[str, str], agent: str) -> None:
     lease = settings.lease_s
     policy = Policy(lease, lease / 5, stall_s=section.stall_s, deadline_s=section.deadline_s)
     consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)
+    gc.collect()
+    gc.freeze()  # libraries and model: no collection need walk them again
     signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
     consumer.run()
     handler.close()

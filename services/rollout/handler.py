@@ -71,8 +71,10 @@ class RolloutHandler:
                     for _, future in batch:
                         future.set_exception(error)
                     continue
-                for work, future in batch:
-                    self._start(work, future)
+                opened = [(work, future, self._open(work, future)) for work, future in batch]
+                for work, future, samples in opened:  # in one go, so that the engine sees them together
+                    if samples is not None:
+                        self._start(work, future, samples)
 
     def _need(self, envelope: Envelope) -> tuple[int, Need]:
         return envelope.incarnation, envelope.needs[self.track]
@@ -103,8 +105,8 @@ class RolloutHandler:
             time.sleep(0.02)
         raise VersionMissing(f"version {need.version} of {self.track} did not appear within {self.patience_s:g} s")
 
-    def _start(self, work: Work, future: Future[Result]) -> None:
-        started = time.monotonic()
+    def _open(self, work: Work, future: Future[Result]) -> Slice | None:
+        """The request's Samples; None if the future has its error."""
         try:
             body = work.inline
             if body is None:
@@ -112,10 +114,13 @@ class RolloutHandler:
                 if ref is None:
                     raise BodyLost("the message names no body")
                 body = bytes(self.bodies.load(ref))
-            samples = codec.decode(body, list[Sample])
+            return codec.decode(body, list[Sample])
         except (BodyLost, ValueError) as error:
             future.set_exception(error)
-            return
+            return None
+
+    def _start(self, work: Work, future: Future[Result], samples: Slice) -> None:
+        started = time.monotonic()
 
         def finish(done: Future[Slice]) -> None:
             error = done.exception()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -50,6 +51,8 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str) -> No
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     trainer = build(settings, assignment, agent, doc, client, stopping)
+    gc.collect()
+    gc.freeze()  # libraries and model: no collection need walk them again
     try:
         trainer.start()
         trainer.run()

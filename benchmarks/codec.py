@@ -64,7 +64,7 @@ def _into(parts: list[Any]) -> memoryview:
     for part in parts:
         whole[at : at + len(part)] = np.frombuffer(part, np.uint8)
         at += len(part)
-    return memoryview(whole)[:at]
+    return memoryview(whole.data)[:at]
 
 
 _BUFFER = np.empty(11_000_000, np.uint8)

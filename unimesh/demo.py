@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -149,6 +150,18 @@ class Sorting(Flow):
         return 0 if passed else 1
 
 
+QUESTIONS = {
+    "What is the capital of France?": "paris",
+    "What is the capital of Spain?": "madrid",
+    "What is the capital of Italy?": "rome",
+    "What is the opposite of hot?": "cold",
+    "What is the opposite of up?": "down",
+    "What color is the sky on a clear day?": "blue",
+    "What color is grass?": "green",
+    "Which animal barks?": "dog",
+}
+
+
 class SmolLM(Flow):
     """A real model: SmolLM2-135M-Instruct from its GGUF file, chat template, a format reward; a few full-weight steps."""
 
@@ -161,7 +174,12 @@ class SmolLM(Flow):
             if done.returncode:
                 self.say(done.stderr[-1500:])
                 return 1
-        view = self.launch("ar/smollm2", f"model.path={model}", f"seed={self.seed}", f"steps={self.steps or 8}")
+        questions = self.mesh.state / "questions.jsonl"
+        rows = ({"question": question, "answer": answer} for question, answer in QUESTIONS.items())
+        questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths = [f"{source}.params.path={questions}" for source in ("data.source", "eval.source")]
+        steps = f"steps={self.steps or 8}"
+        view = self.launch("ar/smollm2", f"model.path={model}", f"seed={self.seed}", steps, *paths)
         records = self.api.get(f"/v1/jobs/{view['id']}/steps")
         evals = {e["tag"]: e for e in view["evals"]}
         self.table(view, records)

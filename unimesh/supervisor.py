@@ -77,7 +77,6 @@ class EmbeddedMesh:
         self.state, self.shape, self.say = state.resolve(), shape, say
         self.logs = self.state / "logs"
         self.redis = RedisServer(_socket_folder(self.state))
-        self.redis_backoff = Backoff()
         self.roots = roots
         self.port = 0
         self.parts: list[Part] = []
@@ -145,7 +144,7 @@ class EmbeddedMesh:
 
     def run(self) -> None:
         """Tends the children until stop is asked for."""
-        while not self.stopping.wait(0.2):
+        while not self.stopping.wait(0.5):
             self.tend()
 
     def tend(self) -> None:

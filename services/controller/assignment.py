@@ -87,7 +87,7 @@ class Registry:
         self.stopping = threading.Event()
 
     def run(self) -> None:
-        while not self.stopping.wait(0.2):
+        while not self.stopping.wait(0.5):
             try:
                 if self.scripts.lease(LEASE, self.token, self.lease_ms, take=True) == "MINE":
                     self.step()

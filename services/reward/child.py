@@ -61,8 +61,8 @@ class Watcher:
         self.stopping = threading.Event()
 
     def run(self) -> None:
-        """Looks every fifth of a second; unblocked by SIGTERM."""
-        while not self.stopping.wait(0.2):
+        """Looks every half second; unblocked by SIGTERM."""
+        while not self.stopping.wait(0.5):
             try:
                 self.look()
             except AWAY:

@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,20 @@ def main() -> None:
     from shared.config.settings import from_environment
 
     settings = from_environment()
-    torch.set_num_threads(settings.threads)
     line = sys.stdin.buffer.readline()
     if not line:
         return
     order = json.loads(line)
-    run(settings, order["assignment"], order["agent"])
+    run(settings, order["assignment"], order["agent"], torch.set_num_threads)
 
 
-def run(settings: Any, assignment: dict[str, str], agent: str) -> None:
+def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Callable[[int], None]) -> None:
     """Serves the job's stream until SIGTERM."""
     from services.rollout.engines import ENGINES
     from services.rollout.handler import RolloutHandler
     from shared.config import specs
     from shared.config.sections import Rollout
+    from shared.config.settings import child_threads
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
     from shared.wire.client import connect
@@ -47,6 +48,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str) -> None:
     job, track = assignment["job"], assignment["track"]
     keys, client = JobKeys(job), connect(settings.redis_url)
     doc = msgspec.msgpack.decode(client.get(keys.doc))
+    set_threads(child_threads(doc, settings))
     section = Rollout.model_validate(doc["recipe"]["rollout"])
     params = specs.check("engine", section.engine.name, section.engine.params, "rollout.engine")
     weights = Path(doc["weights"]) if doc["weights"] else None

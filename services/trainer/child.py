@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,18 @@ def main() -> None:
     if not line:
         return
     order = json.loads(line)
-    torch.set_num_threads(settings.threads)
-    run(settings, order["assignment"], order["agent"], line.decode())
+    run(settings, order["assignment"], order["agent"], line.decode(), torch.set_num_threads)
 
 
-def run(settings: Any, assignment: dict[str, str], agent: str, order: str) -> None:
+def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_threads: Callable[[int], None]) -> None:
     """Until `stop`, SIGTERM, or a newer trainer."""
+    from shared.config.settings import child_threads
     from shared.wire.client import connect
     from shared.wire.keys import JobKeys
 
     client = connect(settings.redis_url)
     doc = msgspec.msgpack.decode(client.get(JobKeys(assignment["job"]).doc))
+    set_threads(child_threads(doc, settings))
     ranks = int(doc["recipe"]["placement"]["trainer_ranks"])
     others = _start_others(ranks, order) if ranks > 1 and "RANK" not in os.environ else []
     stopping = threading.Event()

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 Service = Literal["rollout", "reward", "trainer"]
-BEAT_S = 0.25
+BEAT_S = 0.5
 """Between two beats of an agent; a registration that is not renewed for 0.4 leases is gone."""
 
 

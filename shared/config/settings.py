@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shared.config.problems import bad
 
@@ -40,6 +41,15 @@ class Settings:
         if not found.exists():
             raise bad(field, path, "does not exist")
         return found
+
+
+def child_threads(document: dict[str, Any], settings: Settings) -> int:
+    """CPU threads of a rollout or trainer child: the recipe's, else the host's; halved where both compute at once."""
+    given = document["recipe"]["placement"]["threads"]
+    if given is not None:
+        return int(given)
+    overlaps = document["plan"].get("max_staleness", 0) > 0
+    return max(1, settings.threads // 2) if overlaps else settings.threads
 
 
 def from_environment() -> Settings:

@@ -50,11 +50,6 @@ def fork_ids(parents: Iterable[str], n: int) -> tuple[str, ...]:
     return tuple(child_id(parent, index) for parent in parents for index in range(n))
 
 
-def sibling_key(sample_id: str) -> tuple[int, ...]:
-    """Sort key of an id below its root: sibling numbers as integers, never as text."""
-    return tuple(int(segment) for segment in sample_id.split("/")[1:])
-
-
 def group_id(root: str, issue: int) -> str:
     """`root#issue`: one issue of a prompt. Each ends in exactly one of trained, dropped, dead."""
     return f"{root}#{issue}"

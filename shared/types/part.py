@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from shared.types import advantages as adv
 from shared.types.arrays import Array
@@ -161,11 +160,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
             previews=concat_tuples("previews", [p.previews for p in parts]),
             metadata=concat_tuples("metadata", [p.metadata for p in parts]),
         )
-
-
-def failed_rewards(rewards: Array) -> Array:
-    """bool [rows]: scoring failed (never the same as a reward of 0)."""
-    return ~np.isfinite(rewards)
 
 
 def _rows(column: Array, index: Sequence[int]) -> Array:

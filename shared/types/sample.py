@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from shared.types.arrays import Array
-from shared.types.ids import fork_ids, parent_id, root_of, sibling_key
+from shared.types.ids import fork_ids, parent_id, root_of
 from shared.types.params import SamplingParams
 from shared.types.part import Media, Part, Role, Text
 from shared.types.segments import Segment, TextSegment
@@ -180,8 +180,3 @@ def _inherit(parent: Part, child: Part, op: RewardOp) -> Part:
         of[parent_id(sample_id)].append(reward)
     values = np.asarray([_REDUCE[op](np.asarray(rs, np.float32)) for rs in of.values()], np.float32)
     return msgspec.structs.replace(parent, rewards=values)
-
-
-def walk_sorted(samples: Sequence[Sample], draw: dict[str, int]) -> Iterator[Sample]:
-    """Samples in the order of training: by the draw number of their root, then by sibling numbers as integers."""
-    yield from sorted(samples, key=lambda s: (draw[s.roots[0]], sibling_key(s.parts[-1].sample_ids[0])))

@@ -119,7 +119,7 @@ class Consumer:
             for work, future in zip(works, self.handler.submit(works), strict=True):
                 self.in_hand[future] = work
         elif self.in_hand:
-            wait(self.in_hand, timeout=0.05, return_when=FIRST_COMPLETED)
+            wait(self.in_hand, timeout=0.3, return_when=FIRST_COMPLETED)
 
     def _expired(self, room: int) -> Sequence[Entry]:
         if time.monotonic() < self.claim_at:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -226,8 +226,3 @@ def read_event(fields: dict[bytes, bytes]) -> Event:
             scores.setdefault(int(low), {})[scorer] = unpack(value, ScoreHead)
     slices = tuple(SliceResult(head=heads[low], scores=scores[low]) for low in sorted(heads))
     return Completed(gid=fields[b"g"].decode(), slices=slices)
-
-
-def plain(value: Any) -> Any:
-    """Builtin types, for JSON and for people."""
-    return msgspec.to_builtins(value)

@@ -159,8 +159,13 @@ def test_one_key_makes_one_job(settings: Settings, model_folder: Path, client: A
 
 
 @pytest.mark.parametrize("name", listed())
-def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, name: str) -> None:
-    prepare(compose(name, [f"model.path={model_folder}"]), settings)
+def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, tmp_path: Path, name: str) -> None:
+    """With what it leaves to its user: a model, and data where it names a file."""
+    path = jsonl(tmp_path / "data.jsonl", *({"question": f"{i}?", "answer": "a"} for i in range(8)))["params"]["path"]
+    overrides = [f"model.path={model_folder}"]
+    if name == "ar/smollm2":
+        overrides += [f"data.source.params.path={path}", f"eval.source.params.path={path}"]
+    prepare(compose(name, overrides), settings)
 
 
 @pytest.mark.parametrize(

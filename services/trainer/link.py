@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
@@ -31,6 +32,9 @@ class Link:
         self.lock = threading.Lock()
         self.fence = uuid4().hex
         self.seq, self.entry_id = 0, ""
+        self.recent: deque[bytes] = deque(maxlen=16)
+        """What was reported lately: a Redis that comes back without it is told again."""
+        self.run_id = self._server()
         answer = answered(lambda: self.scripts.run("fence", [assignment(agent), keys.meta], packed_assignment, self.fence))
         if text(answer) != "OK":
             raise Fenced("the assignment is no longer this worker's")
@@ -42,10 +46,18 @@ class Link:
     def report(self, *events: Message) -> None:
         """Into the controller's inbox, if this is still the job's trainer."""
         packed = [pack(event) for event in events]
+        self._send(packed)
+        self.recent.extend(packed)
+
+    def _send(self, packed: Sequence[bytes]) -> None:
         with self.lock:
             answer = answered(lambda: self.scripts.report(self.keys, self.fence, packed))
         if answer != "OK":
             raise Fenced("a newer trainer has the job")
+
+    def _server(self) -> str:
+        """Identifies the Redis process: another one may have lost what the last one had acknowledged."""
+        return str(answered(lambda: self.client.info("server"))["run_id"])
 
     def next(self) -> LogEntry | RolledBack | None:
         """The next record; None after a second without one; RolledBack if the log is not the one that was applied."""
@@ -64,6 +76,9 @@ class Link:
 
     def _lost(self) -> RolledBack | None:
         """On an idle poll: the record applied last must still be there, or lie below the trimmed part."""
+        if (server := self._server()) != self.run_id:
+            self.run_id = server
+            self._send(list(self.recent))
         if self.seq == 0:
             return None
         found = self.client.xrange(self.keys.log, f"{self.seq}-0", f"{self.seq}-0")

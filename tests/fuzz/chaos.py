@@ -171,7 +171,7 @@ def root_of(client: Any, plan: Plan) -> Root:
 
 
 def drain(client: Any, plan: Plan, patience: float) -> bool:
-    """Pauses admission and waits until the smaller rest (less than a batch) is all that is left."""
+    """Pauses admission and waits until less than a batch is left, and the trainer holds what the controller says."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         root = root_of(client, plan)
@@ -181,7 +181,9 @@ def drain(client: Any, plan: Plan, patience: float) -> bool:
         streams = [plan.keys.stage(s) for s in {*STAGES, "inbox"}]
         groups = [unpack(row, Group) for row in client.hvals(plan.keys.rows)]
         ready = all(g.slices is not None for g in groups)
-        if root.paused and not root.records and not any(map(client.xlen, streams)) and ready:
+        applied = sum(row["kind"] == "train" for row in roles.Applied(plan.folder / "applied").rows())
+        agreed = applied == root.batches  # a trainer that was just killed redoes its log; one that is ahead notices
+        if root.paused and not root.records and not any(map(client.xlen, streams)) and ready and agreed:
             return True
     return False
 

@@ -85,6 +85,8 @@ class Chaos:
         self.team, self.server, self.rng, self.cut = team, server, rng, cut
         self.counts: Counter[str] = Counter()
         self.order = itertools.count()
+        self.down: set[int] = set()
+        """Killed and not started again."""
         self.later: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self, seconds: float) -> None:
@@ -97,8 +99,8 @@ class Chaos:
             act()
         for index in range(len(ROLES)):
             self.team.signal(index, signal.SIGCONT)
-            if not self.team.members[index].is_alive():
-                self.team.respawn(index)
+        for index in sorted(self.down):  # not by is_alive(): one that was killed a moment ago may still look alive
+            self.team.respawn(index)
 
     def after(self, delay: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.later, (time.monotonic() + delay, next(self.order), act))
@@ -108,12 +110,17 @@ class Chaos:
         if self.rng.random() < 0.5:
             self.counts["kills"] += 1
             self.team.signal(index, signal.SIGKILL)
-            self.after(self.rng.uniform(0, 0.4), lambda: self.team.respawn(index))
+            self.down.add(index)
+            self.after(self.rng.uniform(0, 0.4), lambda: self.back(index))
         else:
             self.counts["freezes"] += 1
             self.team.signal(index, signal.SIGSTOP)
             self.after(self.rng.uniform(0.6, 2), lambda: self.team.signal(index, signal.SIGCONT))
         self.after(0.25, self.hurt_worker)
+
+    def back(self, index: int) -> None:
+        self.down.discard(index)
+        self.team.respawn(index)
 
     def kill_redis(self) -> None:
         self.counts["redis kills"] += 1
@@ -195,7 +202,7 @@ def audit(client: Any, plan: Plan) -> dict[str, Any]:
     groups = {g.gid: g for g in (unpack(row, Group) for row in client.hvals(plan.keys.rows))}
     notes: dict[str, Counter[str]] = {stage: Counter() for stage in STAGES}
     for _, row in client.xrange(plan.keys.of("audit")):
-        notes[row[b"stage"].decode()][row[b"gid"].decode()] += 1
+        notes[row[b"stage"].decode()][(row[b"gid"] + b" " + row[b"incarnation"]).decode()] += 1
     for counts in notes.values():
         found["outputs"] += sum(counts.values())
         found["dup"] += sum(n - 1 for n in counts.values())

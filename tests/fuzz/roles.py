@@ -151,7 +151,9 @@ def worker(plan: Plan, stage: str) -> None:
     kind = Consumer if plan.mode == "scripts" else NaiveConsumer
 
     def note(work: Work) -> list[Write]:
-        return [xadd(plan.keys.of("audit"), {"stage": stage, "gid": work.envelope.gid})]
+        return [
+            xadd(plan.keys.of("audit"), {"stage": stage, "gid": work.envelope.gid, "incarnation": work.envelope.incarnation})
+        ]
 
     kind(plan.connect, plan.keys, stage, Dawdler(stage), plan.store(), POLICY, note).run()
 

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import IO
 import httpx
 
 from shared.agent.backoff import Backoff
-from shared.agent.process import Child
+from shared.agent.process import Child, StopFlag
 from shared.wire.server import RedisServer
 from unimesh.home import Home, hold
 
@@ -80,7 +79,7 @@ class EmbeddedMesh:
         self.roots = roots
         self.port = 0
         self.parts: list[Part] = []
-        self.stopping = threading.Event()
+        self.stopping = StopFlag()
         self._lock: IO[str] | None = None
 
     @property

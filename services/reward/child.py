@@ -13,7 +13,7 @@ import msgspec
 import redis
 
 from services.reward.handler import ScoreHandler
-from shared.agent.process import guard_parent
+from shared.agent.process import StopFlag, guard_parent
 from shared.config.problems import BadInput
 from shared.config.sections import Reward
 from shared.config.settings import Settings, from_environment
@@ -58,7 +58,7 @@ class Watcher:
         self.client = connect(settings.redis_url)
         self.streams: dict[tuple[str, str], Stream] = {}
         self.rewards: dict[str, Reward | None] = {}
-        self.stopping = threading.Event()
+        self.stopping = StopFlag()
 
     def run(self) -> None:
         """Looks every half second; unblocked by SIGTERM."""

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ import msgspec
 import redis
 
 from shared.agent.backoff import Backoff
-from shared.agent.process import Child
+from shared.agent.process import Child, StopFlag
 from shared.agent.registry import BEAT_S, Assignment, Service, Worker
 from shared.config.settings import Settings
 from shared.wire import keys
@@ -59,7 +58,7 @@ class Agent:
         self.given: Assignment | None = None
         self.backoff = Backoff()
         self.restarts, self.error = 0, ""
-        self.stopping = threading.Event()
+        self.stopping = StopFlag()
         self.reached = time.monotonic()
 
     def run(self) -> None:

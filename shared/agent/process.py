@@ -41,6 +41,28 @@ def guard_parent() -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
+class StopFlag:
+    """What a signal handler may set. A threading.Event may not be: the thread that the signal interrupts may be inside wait()
+    and hold the lock that set() needs, and then both wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is set, after at most `timeout_s` seconds; notices within a tenth of a second."""
+        deadline = time.monotonic() + timeout_s
+        while not self._set and (rest := deadline - time.monotonic()) > 0:
+            time.sleep(min(0.1, rest))
+        return self._set
+
+
 class Child:
     """One child process in a process group of its own; `end` ends the group."""
 

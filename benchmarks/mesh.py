@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks import codec, controller, hop
 from benchmarks.report import Row, publish
-from unimesh.supervisor import EmbeddedMesh, Shape
+from unimesh.supervisor import MALLOC, EmbeddedMesh, Shape
 
 FOLDER = Path("build/bench").resolve()
 SKIP = 4
@@ -105,7 +105,7 @@ class Bench:
         """The same threads as the mesh's children have."""
         threads = str(os.cpu_count() or 1)
         ours = {"OMP_NUM_THREADS": threads, "UNIMESH_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-        return dict(os.environ) | ours
+        return MALLOC | dict(os.environ) | ours
 
 
 def _json(command: list[str], env: dict[str, str]) -> Any:

@@ -74,9 +74,16 @@ class Instant:
 
 
 class Simulated:
-    """One worker per stage and one trainer, as threads, for the length of a `with` block."""
+    """One worker per stage and, unless the test brings its own, one trainer, as threads, for the length of a `with` block."""
 
-    def __init__(self, settings: Settings, job: str, delay: float = 0.0, poison: Poisonous = lambda row: False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        job: str,
+        delay: float = 0.0,
+        poison: Poisonous = lambda row: False,
+        trains: bool = True,
+    ) -> None:
         self.settings, self.job, self.keys = settings, job, JobKeys(job)
         self.stopping = threading.Event()
         document = codec.unpack(self.connect().get(self.keys.doc), dict)
@@ -87,7 +94,8 @@ class Simulated:
             for stage in ["rollout.policy", *scorers]
         ]
         self.threads = [threading.Thread(target=c.run, daemon=True) for c in self.consumers]
-        self.threads.append(threading.Thread(target=self.train, daemon=True))
+        if trains:
+            self.threads.append(threading.Thread(target=self.train, daemon=True))
 
     def connect(self) -> Any:
         return connect(self.settings.redis_url)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from services.controller.lifecycles.state import Group, Restore, Root, State
+from shared.weights import checkpoints
 from shared.wire.codec import unpack
 from shared.wire.hops import meta_fields
 from shared.wire.scripts import Write, hset, xadd
 
 if TYPE_CHECKING:
     from services.controller.runner import Runner
-
-STATE_FILE = "controller.msgpack"
-COMPLETE = "COMPLETE"
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -31,12 +28,6 @@ class Cut(msgspec.Struct, frozen=True):
 def cut(state: State) -> Cut:
     groups = sorted((g.draw, g.issue) for g in state.groups.values() if g.kind == "train")
     return Cut(state.root, tuple(groups))
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest (incarnation, seq): folders are named `{incarnation}-{seq}`."""
-    found = [p.parent for p in folder.glob(f"*/{COMPLETE}")]
-    return max(found, key=lambda p: tuple(map(int, p.name.split("-"))), default=None)
 
 
 def from_cut(saved: Cut, incarnation: int) -> Root:
@@ -69,12 +60,12 @@ def from_cut(saved: Cut, incarnation: int) -> Root:
 def restored(runner: Runner, state: State, command: Restore, taken: Sequence[str], revision: str) -> None:
     """Commits the state of the newest checkpoint (or a start from nothing) in place of one that the trainer's log denies."""
     keys, plan = runner.keys, runner.job.doc.plan
-    folder = newest_checkpoint(runner.settings.checkpoints(runner.job.doc.id))
+    folder = checkpoints.newest(runner.settings.checkpoints(runner.job.doc.id))
     incarnation = state.root.incarnation + 1
     if folder is None:
         root, where = Root(incarnation=incarnation), "the beginning (there is no checkpoint)"
     else:
-        root = from_cut(unpack((folder / STATE_FILE).read_bytes(), Cut), incarnation)
+        root = from_cut(unpack((folder / checkpoints.STATE_FILE).read_bytes(), Cut), incarnation)
         where = f"checkpoint {folder.name}"
     text = f"Redis went back in time ({command.detail}): the job returns to {where}, incarnation {incarnation}"
     writes = [

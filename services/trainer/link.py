@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+from shared.weights.checkpoints import Position
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY, answered
 from shared.wire.codec import Buffer, pack, unpack
-from shared.wire.envelope import LogEntry, Message, RolledBack
+from shared.wire.envelope import LogEntry, Message, RolledBack, Saved, Trained
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys, assignment
 from shared.wire.scripts import Scripts, text
@@ -32,7 +33,7 @@ class Link:
         self.lock = threading.Lock()
         self.fence = uuid4().hex
         self.seq, self.entry_id = 0, ""
-        self.recent: deque[bytes] = deque(maxlen=16)
+        self.recent: deque[tuple[Message, bytes]] = deque(maxlen=16)
         """What was reported lately: a Redis that comes back without it is told again."""
         self.run_id = self._server()
         answer = answered(lambda: self.scripts.run("fence", [assignment(agent), keys.meta], packed_assignment, self.fence))
@@ -47,7 +48,19 @@ class Link:
         """Into the controller's inbox, if this is still the job's trainer."""
         packed = [pack(event) for event in events]
         self._send(packed)
-        self.recent.extend(packed)
+        self.recent.extend(zip(events, packed, strict=True))
+
+    def words(self) -> tuple[bytes, ...]:
+        """What a checkpoint keeps of what was reported: the records that nobody will redo after it."""
+        return tuple(packed for event, packed in list(self.recent) if isinstance(event, Trained))
+
+    def resume(self, position: Position, incarnation: int) -> None:
+        """Goes on after a checkpoint. Whether the controller has heard of its records is unknown, so it is told again."""
+        if position.incarnation != incarnation:  # the controller came here itself, and begins a log of its own
+            self.seq, self.entry_id = position.seq, ""
+            return
+        self.seq, self.entry_id = position.seq, position.entry_id
+        self.report(*(unpack(word, Trained) for word in position.words), Saved(seq=position.seq))
 
     def _send(self, packed: Sequence[bytes]) -> None:
         with self.lock:
@@ -78,7 +91,7 @@ class Link:
         """On an idle poll: the record applied last must still be there, or lie below the trimmed part."""
         if (server := self._server()) != self.run_id:
             self.run_id = server
-            self._send(list(self.recent))
+            self._send([packed for _, packed in list(self.recent)])
         if self.seq == 0:
             return None
         found = self.client.xrange(self.keys.log, f"{self.seq}-0", f"{self.seq}-0")

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from services.trainer import checkpoint
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch
-from services.trainer.checkpoint import Position
 from services.trainer.link import Link
 from services.trainer.publisher import Publisher
 from services.trainer.stack import StepResult, TrainStack
 from services.trainer.world import World
+from shared.weights import checkpoints
+from shared.weights.checkpoints import Position
 from shared.wire.codec import Buffer, pack, unpack
 from shared.wire.envelope import Failure, LogEntry, RolledBack, Saved, Started, Trained
 from shared.wire.errors import BodyLost
@@ -126,23 +127,23 @@ class Trainer:
             return
         self.publisher.flush()
         versions = {self.track: self.stack.progress.version}
-        position = Position(self.incarnation, entry.seq, entry.id, versions)
-        with checkpoint.writing(self.checkpoints, position) as folder:
+        position = Position(self.incarnation, entry.seq, entry.id, versions, self.link.words())
+        with checkpoints.writing(self.checkpoints, position) as folder:
             save_file(weights, folder / "model.safetensors")
             checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
             save_file({"cpu": checkpoint.rng_state()}, folder / "rng.safetensors")
-            (folder / checkpoint.STATE_FILE).write_bytes(entry.state)
+            (folder / checkpoints.STATE_FILE).write_bytes(entry.state)
         self.link.report(Saved(seq=entry.seq))
-        checkpoint.prune(self.checkpoints, self.keep_checkpoints)
+        checkpoints.prune(self.checkpoints, self.keep_checkpoints)
 
     def resume(self) -> Position | None:
         """Loads the newest complete checkpoint on all ranks; None without one."""
-        folder = checkpoint.newest(self.checkpoints) if self.world.first else None
+        folder = checkpoints.newest(self.checkpoints) if self.world.first else None
         name = self.world.share(str(folder or "").encode() if self.world.first else None).decode()
         if not name:
             return None
         found = Path(name)
-        position = checkpoint.read_position(found)
+        position = checkpoints.position(found)
         self.backend.load_weights(load_file(found / "model.safetensors"))
         self.backend.load_optimizer(self.stack.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
         self.stack.progress.version = position.versions[self.track]
@@ -162,8 +163,7 @@ class Trainer:
             return
         self.publisher.flush()
         if position is not None:
-            same = position.incarnation == self.incarnation
-            self.link.seq, self.link.entry_id = position.seq, position.entry_id if same else ""
+            self.link.resume(position, self.incarnation)
         newest = self.publisher.store.newest(self.incarnation)
         self.link.report(
             Started(

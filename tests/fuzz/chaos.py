@@ -27,8 +27,8 @@ import redis
 from services.controller.jobs import create, prepare
 from services.controller.lifecycles.core import balanced
 from services.controller.lifecycles.state import Group, Root, State
-from services.controller.restore import newest_checkpoint
 from shared.config.settings import Settings
+from shared.weights import checkpoints
 from shared.wire.client import answered, connect
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import Operator
@@ -163,12 +163,12 @@ def run(model: Path, seconds: float, seed: int = 1, cut_tail: bool = False, naiv
         chaos = Chaos(team, server, random.Random(seed), cut_tail)
         try:
             chaos.run(seconds)
-            drained = drain(client, plan, 10 if naive else 40)
+            left = drain(client, plan, 10 if naive else 40)
             found = audit(client, plan)
         finally:
             team.end()
             server.kill()
-    bad = {"not drained": int(not drained), "crashed": team.crashed}
+    bad = {"not drained": len(left), "left": left[:8], "crashed": team.crashed}
     return {"seed": seed, "naive": naive, "cut": cut_tail} | found | dict(chaos.counts) | bad
 
 
@@ -177,22 +177,29 @@ def root_of(client: Any, plan: Plan) -> Root:
     return unpack(packed, Root) if packed else Root()
 
 
-def drain(client: Any, plan: Plan, patience: float) -> bool:
-    """Pauses admission and waits until less than a batch is left, and the trainer holds what the controller says."""
+def drain(client: Any, plan: Plan, patience: float) -> list[str]:
+    """Pauses admission and waits until less than a batch is left, and the trainer holds what the controller says.
+
+    Returns what is still to come when the patience is over.
+    """
     end = time.monotonic() + patience
-    while time.monotonic() < end:
+    while True:
         root = root_of(client, plan)
         if not root.paused:
             answered(lambda: client.xadd(plan.keys.inbox, {"e": pack(Operator(command="pause"))}))
         time.sleep(0.3)
-        streams = [plan.keys.stage(s) for s in {*STAGES, "inbox"}]
+        streams = [plan.keys.stage(s) for s in sorted({*STAGES, "inbox"})]
         groups = [unpack(row, Group) for row in client.hvals(plan.keys.rows)]
-        ready = all(g.slices is not None for g in groups)
         applied = sum(row["kind"] == "train" for row in roles.Applied(plan.folder / "applied").rows())
-        agreed = applied == root.batches  # a trainer that was just killed redoes its log; one that is ahead notices
-        if root.paused and not root.records and not any(map(client.xlen, streams)) and ready and agreed:
-            return True
-    return False
+        left = [f"{name}: {n} entries" for name in streams if (n := client.xlen(name))]
+        left += [f"group {g.gid} is not complete" for g in groups if g.slices is None]
+        left += [f"record {r.seq} ({r.kind}) is not applied" for r in root.records]
+        if applied != root.batches:  # a trainer that was just killed redoes its log; one that is ahead notices
+            left.append(f"the trainer holds {applied} batches, the controller {root.batches}")
+        if root.paused and not left:
+            return []
+        if time.monotonic() > end:
+            return left or ["admission is not paused"]
 
 
 def audit(client: Any, plan: Plan) -> dict[str, Any]:
@@ -223,7 +230,7 @@ def audit(client: Any, plan: Plan) -> dict[str, Any]:
     found["left over"] += len(hashes - {plan.keys.group(g) for g in groups})
     found |= {"issued": root.issued, "trained": root.trained, "dead": root.dead, "dropped": root.dropped_total}
     found["incarnation"] = root.incarnation
-    found["checkpoints"] = int(newest_checkpoint(plan.settings.checkpoints(plan.job)) is not None)
+    found["checkpoints"] = len(checkpoints.found(plan.settings.checkpoints(plan.job)))
     for key, value in client.hgetall(plan.keys.counts).items():
         found[f"answer {key.decode()}"] = int(value)
     return dict(found)

@@ -18,12 +18,13 @@ import numpy as np
 import redis
 
 from services.controller.jobs import load_doc, open_job
-from services.controller.restore import COMPLETE, STATE_FILE
 from services.controller.runner import Runner
 from services.trainer.link import Link
 from shared.agent.process import die_with_parent
 from shared.config.settings import Settings
 from shared.types import Sample, Text, TextSegment
+from shared.weights import checkpoints
+from shared.weights.checkpoints import Position
 from shared.wire import codec
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, answered, connect
@@ -181,10 +182,10 @@ class Applied:
             file.flush()
             os.fsync(file.fileno())
 
-    def cut_back(self) -> None:
-        """To the newest checkpoint, as a real trainer's model would be."""
+    def cut_back(self, position: Position | None) -> None:
+        """To the newest complete checkpoint, as a real trainer's model would be."""
         rows = self.rows()
-        while rows and rows[-1]["kind"] != "checkpoint":
+        while rows and (position is None or rows[-1]["id"] != position.entry_id):
             rows.pop()
         temporary = self.path.with_suffix(".new")
         temporary.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -206,15 +207,15 @@ def trainer(plan: Plan) -> None:
 
 
 def _train(plan: Plan, applied: Applied) -> None:
-    applied.cut_back()  # a process that starts knows only what its checkpoint holds
+    folder = checkpoints.newest(plan.settings.checkpoints(plan.job))
+    position = checkpoints.position(folder) if folder is not None else None
+    applied.cut_back(position)  # a process that starts knows only what its checkpoint holds
     client, packed = plan.connect(), f"fuzz-{uuid4().hex}".encode()
     answered(lambda: client.set(assignment("fuzz"), packed))
     link = Link(client, plan.keys, plan.store(), "fuzz", packed)
-    incarnation, rows = link.incarnation, applied.rows()
-    version = sum(r["kind"] == "train" for r in rows)
-    if rows:
-        last = rows[-1]
-        link.seq, link.entry_id = last["seq"], last["id"] if last["incarnation"] == incarnation else ""
+    version = sum(r["kind"] == "train" for r in applied.rows())
+    if position is not None:
+        link.resume(position, link.incarnation)
     published = {"policy": version}
     link.report(Started(applied_seq=link.seq, versions=published, published=published, world_size=1))
     while True:
@@ -231,8 +232,7 @@ def _apply(plan: Plan, applied: Applied, link: Link, entry: LogEntry, version: i
     if entry.kind == "train":
         link.bodies(entry)
     gids = sorted({i.rpartition("/")[0] for piece in entry.slices for p in piece.head.parts for i in p.ids})
-    row = {"seq": entry.seq, "id": entry.id, "kind": entry.kind, "incarnation": entry.incarnation, "roots": gids}
-    applied.add(row)
+    applied.add({"id": entry.id, "kind": entry.kind, "roots": gids})
     time.sleep(0.01)
     if entry.kind == "train":
         version += 1
@@ -240,10 +240,9 @@ def _apply(plan: Plan, applied: Applied, link: Link, entry: LogEntry, version: i
     elif entry.kind == "publish":
         link.report(Published(track="policy", version=version))
     elif entry.kind == "checkpoint":
-        folder = plan.settings.checkpoints(plan.job) / f"{entry.incarnation}-{entry.seq}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE_FILE).write_bytes(entry.state)
-        (folder / COMPLETE).touch()
+        position = Position(entry.incarnation, entry.seq, entry.id, {"policy": version}, link.words())
+        with checkpoints.writing(plan.settings.checkpoints(plan.job), position) as folder:
+            (folder / checkpoints.STATE_FILE).write_bytes(entry.state)
         link.report(Saved(seq=entry.seq))
     link.applied(entry)
     return version

@@ -22,13 +22,14 @@ from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch
-from services.trainer.checkpoint import Position
 from services.trainer.stack import TrainStack
 from services.trainer.world import World
 from shared.config import builtin
 from shared.config.sections import Optimizer, Train
 from shared.models.ar.bundle import assign, exported, load
 from shared.types import ARSamplingParams, Sample, TextSegment
+from shared.weights import checkpoints
+from shared.weights.checkpoints import Position
 from shared.wire import codec
 from shared.wire.envelope import PartHead, SliceHead, TrainSlice
 
@@ -228,12 +229,12 @@ def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> 
     stack = make_stack(model_folder)
     for seed in range(3):
         stack.train_track(make_batch(seed=seed))
-    position = Position(1, 6, "n.6", {"policy": stack.progress.version})
-    with checkpoint.writing(tmp_path, position) as folder:
+    position = Position(1, 6, "n.6", {"policy": stack.progress.version}, (b"\x00word",))
+    with checkpoints.writing(tmp_path, position) as folder:
         save_file(stack.backend.weights(), folder / "model.safetensors")
         checkpoint.save_optimizer(folder / "optimizer.safetensors", stack.backend.optimizer_state(stack.optimizer))
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and checkpoint.read_position(found) == position
+    found = checkpoints.newest(tmp_path)
+    assert found is not None and checkpoints.position(found) == position
     other = make_stack(model_folder)
     other.backend.load_weights(load_file(found / "model.safetensors"))
     other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
@@ -247,12 +248,12 @@ def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> 
 
 def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path) -> None:
     for seq in (1, 2, 10):
-        with checkpoint.writing(tmp_path, Position(1, seq, "x", {})):
+        with checkpoints.writing(tmp_path, Position(1, seq, "x", {})):
             pass
-    assert checkpoint.newest(tmp_path) == tmp_path / "1-10"
-    (tmp_path / "1-10" / checkpoint.COMPLETE).unlink()
-    assert checkpoint.newest(tmp_path) == tmp_path / "1-2"
-    checkpoint.prune(tmp_path, 1)
+    assert checkpoints.newest(tmp_path) == tmp_path / "1-10"
+    (tmp_path / "1-10" / checkpoints.COMPLETE).unlink()
+    assert checkpoints.newest(tmp_path) == tmp_path / "1-2"
+    checkpoints.prune(tmp_path, 1)
     assert not (tmp_path / "1-1").exists() and (tmp_path / "1-2").exists()
 
 

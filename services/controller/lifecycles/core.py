@@ -184,7 +184,8 @@ class Transition:
         evaluation.after_batch(self)
 
     def count_publish(self, event: Published) -> None:
-        if event.nbytes:
+        """Once for each version: a trainer may repeat its words."""
+        if event.nbytes and event.version > self.root.published.get(event.track, -1):
             self.set(
                 publishes=self.root.publishes + 1,
                 published_bytes=self.root.published_bytes + event.nbytes,

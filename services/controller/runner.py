@@ -13,7 +13,7 @@ import msgspec
 import redis
 
 from services.controller.jobs import Job
-from services.controller.lifecycles.core import advance
+from services.controller.lifecycles.core import advance, missing
 from services.controller.lifecycles.state import ENDED, BadRecord, Command, Event, Group, Restore, Root, State, Tick
 from services.controller.messages import Writer, snapshot
 from services.controller.restore import restored
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 BATCH = 64
 """Most events of one commit."""
 BLOCK_MS = 500
+GATHER_S = 0.001
+"""Results that come within so long are committed together, unless a batch is complete."""
 
 
 class Runner:
@@ -80,7 +82,7 @@ class Runner:
                 return True
             if not waiting:
                 self.writer.prepare(state)
-                waiting = self._read()
+                waiting = self._read(missing(self.job.doc.plan, state))
             entries, waiting = waiting[:BATCH], waiting[BATCH:]
             done = self._step(revision, state, entries)
             if done is None:
@@ -96,19 +98,27 @@ class Runner:
         groups.sort(key=lambda g: (g.kind, g.draw, g.issue))
         return (text(revision) if revision else ""), State(root, {g.gid: g for g in groups})
 
-    def _read(self) -> list[Entry]:
+    def _read(self, missing: int) -> list[Entry]:
+        """What is in the inbox. If results come and a batch lacks more of them, those that follow at once as well."""
         try:
             if time.monotonic() > self.claim_at:  # a frozen reader or a lost reply may swallow entries at any time
                 self.claim_at = time.monotonic() + 2
                 if found := self.scripts.claim(self.keys.inbox, self.token, 1000, BATCH):
                     return found
-            answer = self.client.xreadgroup(GROUP, self.token, {self.keys.inbox: ">"}, count=BATCH, block=BLOCK_MS)
-            return [Entry(self.keys.inbox, text(i), fields) for _, rows in answer or [] for i, fields in rows]
+            entries = self._entries(BLOCK_MS)
+            if len(entries) == 1 and missing > 1 and b"g" in entries[0].fields:
+                time.sleep(GATHER_S)
+                entries += self._entries(None)
+            return entries
         except redis.ResponseError as error:
             if not no_group(error):
                 raise
             ensure_group(self.client, self.keys.inbox)
             return []
+
+    def _entries(self, block: int | None) -> list[Entry]:
+        answer = self.client.xreadgroup(GROUP, self.token, {self.keys.inbox: ">"}, count=BATCH, block=block)
+        return [Entry(self.keys.inbox, text(i), fields) for _, rows in answer or [] for i, fields in rows]
 
     def _step(self, revision: str, state: State, entries: Sequence[Entry]) -> tuple[str, State] | None:
         """One commit. None: it was refused, or the lease is gone; start again from the durable state."""

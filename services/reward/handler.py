@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -18,12 +18,12 @@ from shared.types.sample import Sample
 from shared.types.segments import TextSegment
 from shared.wire import codec
 from shared.wire.bodies import BodyStore
-from shared.wire.envelope import BodyRef, ScoreHead
+from shared.wire.envelope import ScoreHead
 from shared.wire.errors import BodyLost, WireError
-from shared.wire.hops import Result, Work
+from shared.wire.hops import Result, Work, ref_of
 
-TOGETHER = 8
-"""Messages whose scores are handed over at once."""
+HAND_OVER_S = 0.02
+"""Scores that come within so long are handed over, and committed, together."""
 Batch = list[tuple[Work, "Future[Result]"]]
 
 
@@ -60,25 +60,31 @@ class ScoreHandler:
             self._load(batch)
 
     def _load(self, batch: Batch) -> None:
-        refs = [work.envelope.head.body for work, _ in batch]
-        try:
-            bodies = self.store.load_many([ref for ref in refs if ref is not None])
-        except BodyLost:
-            bodies = None  # find out whose it is, one by one
-        for low in range(0, len(batch), TOGETHER):
-            rows = range(low, min(low + TOGETHER, len(batch)))
-            found = [self._one(batch[i][0], None if bodies is None else bodies[i]) for i in rows]
-            for i, answer in zip(rows, found, strict=True):  # together, so that they are committed together
-                if isinstance(answer, Exception):
-                    batch[i][1].set_exception(answer)
-                else:
-                    batch[i][1].set_result(answer)
+        bodies = self._bodies([work for work, _ in batch])
+        held: list[tuple[Future[Result], ScoreHead | Exception]] = []
+        since = time.monotonic()
+        for work, future in batch:
+            held.append((future, self._one(work, bodies)))
+            if time.monotonic() - since > HAND_OVER_S:
+                _hand_over(held)
+                since = time.monotonic()
+        _hand_over(held)
 
-    def _one(self, work: Work, body: codec.Buffer | None) -> ScoreHead | Exception:
+    def _bodies(self, works: Sequence[Work]) -> dict[str, codec.Buffer]:
+        """By the messages' ids, those that do not travel inline, in one round trip."""
+        asked = [work for work in works if work.inline is None and work.envelope.head.body is not None]
+        try:
+            found = self.store.load_many([ref_of(work) for work in asked])
+        except BodyLost:
+            return {}  # each is asked for by itself: it will turn out whose is gone
+        return {work.envelope.id: body for work, body in zip(asked, found, strict=True)}
+
+    def _one(self, work: Work, bodies: Mapping[str, codec.Buffer]) -> ScoreHead | Exception:
         if work.cancelled.is_set():
             return BodyLost("cancelled")
         try:
-            return self._score(codec.decode(self.store.load(_ref(work)) if body is None else body, list[Sample]))
+            body = work.inline or bodies.get(work.envelope.id) or self.store.load(ref_of(work))
+            return self._score(codec.decode(body, list[Sample]))
         except (BodyLost, WireError, ValueError) as error:
             return error
 
@@ -90,10 +96,14 @@ class ScoreHandler:
         return ScoreHead(scores=response.scores, errors=response.errors, worker=self.worker, seconds=self.progress - started)
 
 
-def _ref(work: Work) -> BodyRef:
-    if work.envelope.head.body is None:
-        raise BodyLost("the message names no body")
-    return work.envelope.head.body
+def _hand_over(held: list[tuple[Future[Result], ScoreHead | Exception]]) -> None:
+    """Together, so that they are committed together."""
+    for future, answer in held:
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+    held.clear()
 
 
 def _asker(section: ScorerSection) -> tuple[Callable[[list[RewardRequest]], RewardResponse], Callable[[], None]]:

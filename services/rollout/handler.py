@@ -19,7 +19,7 @@ from shared.wire import codec
 from shared.wire.bodies import BodyStore
 from shared.wire.envelope import Envelope, Need, PartHead, SliceHead
 from shared.wire.errors import BodyLost
-from shared.wire.hops import Filled, Result, Work
+from shared.wire.hops import Filled, Result, Work, ref_of
 
 Pair = tuple[Work, "Future[Result]"]
 
@@ -72,9 +72,9 @@ class RolloutHandler:
                         future.set_exception(error)
                     continue
                 opened = [(work, future, self._open(work, future)) for work, future in batch]
-                for work, future, samples in opened:  # in one go, so that the engine sees them together
-                    if samples is not None:
-                        self._start(work, future, samples)
+                good = [(work, future, samples) for work, future, samples in opened if samples is not None]
+                for place, (work, future, samples) in enumerate(good, 1):
+                    self._start(work, future, samples, more=place < len(good))
 
     def _need(self, envelope: Envelope) -> tuple[int, Need]:
         return envelope.incarnation, envelope.needs[self.track]
@@ -108,18 +108,12 @@ class RolloutHandler:
     def _open(self, work: Work, future: Future[Result]) -> Slice | None:
         """The request's Samples; None if the future has its error."""
         try:
-            body = work.inline
-            if body is None:
-                ref = work.envelope.head.body
-                if ref is None:
-                    raise BodyLost("the message names no body")
-                body = bytes(self.bodies.load(ref))
-            return codec.decode(body, list[Sample])
+            return codec.decode(work.inline or self.bodies.load(ref_of(work)), list[Sample])
         except (BodyLost, ValueError) as error:
             future.set_exception(error)
             return None
 
-    def _start(self, work: Work, future: Future[Result], samples: Slice) -> None:
+    def _start(self, work: Work, future: Future[Result], samples: Slice, more: bool) -> None:
         started = time.monotonic()
 
         def finish(done: Future[Slice]) -> None:
@@ -129,7 +123,7 @@ class RolloutHandler:
             else:
                 future.set_result(filled(done.result(), self.worker, time.monotonic() - started))
 
-        self.engine.submit(samples, alone=work.envelope.deterministic).add_done_callback(finish)
+        self.engine.submit(samples, work.envelope.deterministic, more).add_done_callback(finish)
 
 
 def filled(samples: Slice, worker: str, seconds: float) -> Filled:

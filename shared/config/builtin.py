@@ -53,7 +53,7 @@ class ReasoningGym(Params):
 class Engine(Params):
     max_batch_rows: int = pydantic.Field(1024, ge=1)
     """Most sequences generated at once."""
-    batch_wait_ms: float = pydantic.Field(0.5, ge=0)
+    batch_wait_ms: float = pydantic.Field(0.0, ge=0)
     length_bucket: float = pydantic.Field(1.5, ge=1)
     """Prompts of one forward pass differ in length by at most this factor."""
 

@@ -28,8 +28,10 @@ from shared.wire.scripts import Entry, Scripts, Write, ensure_group, no_group, t
 
 log = logging.getLogger(__name__)
 
-PIPELINE = 8
+PIPELINE = 16
 """Commits sent in one round trip."""
+GATHER_S = 0.001
+"""The first of several messages wakes a blocked read; after so long the others are there too, and are worked on together."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,16 @@ class Consumer:
         return self.scripts.claim(self.stream, self.name, int(self.policy.lease_s * 1000), min(room, 16))
 
     def _fresh(self, room: int) -> Sequence[Entry]:
-        block = None if self.in_hand else min(BLOCK_MS, int(self.policy.lease_s * 250))
-        answer = self.client.xreadgroup(GROUP, self.name, {self.stream: ">"}, count=room, block=block)
+        if self.in_hand:
+            return self._read(room, None)
+        found = self._read(room, min(BLOCK_MS, int(self.policy.lease_s * 250)))
+        if len(found) != 1 or room == 1:
+            return found
+        time.sleep(GATHER_S)
+        return found + self._read(room - 1, None)
+
+    def _read(self, count: int, block: int | None) -> list[Entry]:
+        answer = self.client.xreadgroup(GROUP, self.name, {self.stream: ">"}, count=count, block=block)
         return [Entry(self.stream, text(i), fields) for _, rows in answer or [] for i, fields in rows]
 
     def _accept(self, entry: Entry) -> Work | None:

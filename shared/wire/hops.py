@@ -13,9 +13,13 @@ import msgspec
 
 from shared.wire.bodies import BodyStore
 from shared.wire.codec import Buffer, pack, unpack
-from shared.wire.envelope import Envelope, ScoreHead, SliceHead, envelope_fields
+from shared.wire.envelope import BodyRef, Envelope, ScoreHead, SliceHead, envelope_fields
+from shared.wire.errors import BodyLost
 from shared.wire.keys import GROUP, JobKeys
 from shared.wire.scripts import Entry, Scripts, Value, Write, hset, pack_writes, send
+
+INLINE_LIMIT = 4096
+"""Bytes up to which a body also travels in the messages of the next stage, which then need not ask for it."""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,13 @@ def read_work(entry: Entry, now: float) -> Work:
     return Work(entry, unpack(entry.fields[b"h"], Envelope), entry.fields.get(b"b"), now)
 
 
+def ref_of(work: Work) -> BodyRef:
+    """BodyLost if the message names no body."""
+    if work.envelope.head.body is None:
+        raise BodyLost("the message names no body")
+    return work.envelope.head.body
+
+
 def hop_writes(keys: JobKeys, work: Work, filled: Filled, store: BodyStore) -> list[Write]:
     """The body's field in its shelf (if it is small), the head in the group's hash, and the messages of the next stage."""
     envelope = work.envelope
@@ -75,7 +86,7 @@ def hop_writes(keys: JobKeys, work: Work, filled: Filled, store: BodyStore) -> l
     onward = msgspec.structs.replace(envelope, head=head, position=position)
     after = envelope.route[position]
     stages = [f"reward.{scorer}" for scorer in envelope.scorers] if after == "reward" else [after]
-    fields = envelope_fields(onward)
+    fields = envelope_fields(onward, small if small is not None and len(small) <= INLINE_LIMIT else None)
     return out + [send(keys, stage, envelope.gid, low, fields) for stage in stages]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers_engine import Item, TransformersEngine
 from services.rollout.handler import RolloutHandler, VersionMissing
 from shared.config.builtin import Engine as EngineParams
 from shared.models.ar.bundle import exported, load
@@ -77,8 +77,8 @@ def test_an_error_belongs_to_its_batch_only(engine: TransformersEngine) -> None:
 
 
 def test_very_different_lengths_are_not_padded_together(engine: TransformersEngine) -> None:
-    engine.waiting = [(request("a:0:0", prompt=(9,) * n), False, Future()) for n in (3, 100, 5, 90)]
-    lengths = [sorted(len(i[0][0].conditioning(0)) for i in engine._choose()) for _ in range(2)]
+    engine.waiting = [Item(request("a:0:0", prompt=(9,) * n), False, False, Future()) for n in (3, 100, 5, 90)]
+    lengths = [sorted(len(i.samples[0].conditioning(0)) for i in engine._choose()) for _ in range(2)]
     engine.waiting.clear()
     assert lengths == [[3, 5], [90, 100]]
 

@@ -7,7 +7,7 @@ computed again from durable state, so any controller may die anywhere and anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -296,7 +296,7 @@ class Transition:
     def form_batch(self) -> None:
         if any(r.kind == "train" for r in self.root.records):
             return
-        ready = [g for g in self.groups.values() if g.kind == "train" and g.slices is not None]
+        ready = complete(self.groups)
         if len(ready) < self.plan.batch_size or self.root.batches >= self.plan.steps:
             return
         chosen = sorted(ready, key=lambda g: g.order)[: self.plan.batch_size]
@@ -348,6 +348,16 @@ class Transition:
             self.append("stop")
             self.set(phase="done", changed_at=self.now)
             self.commands.append(Note("info", f"done: {self.root.batches} steps"))
+
+
+def complete(groups: Mapping[str, Group]) -> list[Group]:
+    """Those that wait to be trained."""
+    return [g for g in groups.values() if g.kind == "train" and g.slices is not None]
+
+
+def missing(plan: Plan, state: State) -> int:
+    """How many groups the next batch lacks."""
+    return plan.batch_size - len(complete(state.groups))
 
 
 def ledger(root: Root) -> dict[str, Any]:

@@ -13,8 +13,13 @@ Slice = list[Sample]
 
 
 class Engine(Protocol):
-    def submit(self, samples: Slice, alone: bool = False) -> Future[Slice]:
-        """The filled slice. `alone`: computed by itself, so that its result depends on it alone."""
+    def submit(self, samples: Slice, alone: bool = False, more: bool = False) -> Future[Slice]:
+        """The filled slice.
+
+        Args:
+            alone: computed by itself, so that its result depends on it alone.
+            more: another submit follows at once; the engine may wait for it.
+        """
         ...
 
     def capacity(self) -> int:

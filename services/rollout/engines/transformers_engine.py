@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,12 @@ from shared.types.part import Text
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
 
-Item = tuple[Slice, bool, "Future[Slice]"]
+
+class Item(NamedTuple):
+    samples: Slice
+    alone: bool
+    more: bool
+    future: Future[Slice]
 
 
 class TransformersEngine:
@@ -37,11 +42,11 @@ class TransformersEngine:
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    def submit(self, samples: Slice, alone: bool = False) -> Future[Slice]:
+    def submit(self, samples: Slice, alone: bool = False, more: bool = False) -> Future[Slice]:
         future: Future[Slice] = Future()
         with self.quiet:
             self.running += 1
-        self.queue.put((samples, alone, future))
+        self.queue.put(Item(samples, alone, more, future))
         return future
 
     def capacity(self) -> int:
@@ -67,12 +72,11 @@ class TransformersEngine:
         while (batch := self._gather()) is not None:
             self.progress = time.monotonic()
             try:
-                filled = self._generate([samples for samples, _, _ in batch])
-                for (_, _, future), samples in zip(batch, filled, strict=True):
-                    future.set_result(samples)
+                self._generate(batch)
             except Exception as error:  # the thread's outer loop: whatever a model raises belongs to these slices
-                for _, _, future in batch:
-                    future.set_exception(error)
+                for item in batch:
+                    if not item.future.done():
+                        item.future.set_exception(error)
             with self.quiet:
                 self.running -= len(batch)
                 self.quiet.notify_all()
@@ -84,37 +88,56 @@ class TransformersEngine:
                 return None
             self.waiting.append(first)
         deadline = time.monotonic() + self.params.batch_wait_ms / 1000
-        while sum(_rows(item[0]) for item in self.waiting) < self.params.max_batch_rows:
+        rows = sum(_rows(item.samples) for item in self.waiting)
+        while rows < self.params.max_batch_rows:
+            rest = None if self.waiting[-1].more else max(0.0, deadline - time.monotonic())
             try:
-                item = self.queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                item = self.queue.get(block=rest != 0.0, timeout=rest)
             except Empty:
                 break
             if item is None:
                 self.queue.put(None)
                 break
             self.waiting.append(item)
+            rows += _rows(item.samples)
         return self._choose()
 
     def _choose(self) -> list[Item]:
         """The oldest slice and those that may share its batch: equal parameters, like lengths, within the row limit."""
         head = self.waiting[0]
-        if head[1]:
+        if head.alone:
             return [self.waiting.pop(0)]
-        key, length = _batch_key(head[0]), _length(head[0])
+        key, length = _batch_key(head.samples), _length(head.samples)
         chosen: list[Item] = []
         rows = 0
         for item in self.waiting:
-            alike = not item[1] and _batch_key(item[0]) == key
-            near = max(length, _length(item[0])) <= self.params.length_bucket * min(length, _length(item[0])) + 8
-            if alike and near and (not chosen or rows + _rows(item[0]) <= self.params.max_batch_rows):
+            alike = not item.alone and _batch_key(item.samples) == key
+            own, size = _length(item.samples), _rows(item.samples)
+            near = max(length, own) <= self.params.length_bucket * min(length, own) + 8
+            if alike and near and (not chosen or rows + size <= self.params.max_batch_rows):
                 chosen.append(item)
-                rows += _rows(item[0])
+                rows += size
         taken = {id(item) for item in chosen}
         self.waiting = [item for item in self.waiting if id(item) not in taken]
         return chosen
 
-    def _generate(self, slices: list[Slice]) -> list[Slice]:
-        samples = [sample for group in slices for sample in group]
+    def _generate(self, batch: list[Item]) -> None:
+        """A slice goes out as soon as its rows have ended: its rewards are computed while others are still generated."""
+        samples = [sample for item in batch for sample in item.samples]
+        owner = [place for place, item in enumerate(batch) for s in item.samples for _ in s.frontier.sample_ids]
+        first = [owner.index(place) for place in range(len(batch))]
+        missing = [_rows(item.samples) for item in batch]
+        completions: dict[int, Completion] = {}
+
+        def ended(row: int, completion: Completion) -> None:
+            completions[row] = completion
+            place = owner[row]
+            missing[place] -= 1
+            if not missing[place]:
+                rows = iter(range(first[place], len(owner)))
+                found = [self._fill(s, [completions[next(rows)] for _ in s.frontier.sample_ids]) for s in batch[place].samples]
+                batch[place].future.set_result(found)
+
         params = samples[0].frontier.sampling_params
         if not isinstance(params, ARSamplingParams):
             raise ValueError(f"the transformers engine cannot do {type(params).__name__}")
@@ -130,9 +153,7 @@ class TransformersEngine:
                     tokens.append(prompt)
                 rows.append(place)
                 seeds.append(sample_seed(params.seed, sample_id))
-        completions = generate(self.bundle, tokens, rows, seeds, params, self._tick)
-        taken = iter(completions)
-        return [[self._fill(s, [next(taken) for _ in s.frontier.sample_ids]) for s in group] for group in slices]
+        generate(self.bundle, tokens, rows, seeds, params, self._tick, ended)
 
     def _fill(self, sample: Sample, completions: list[Completion]) -> Sample:
         texts = self.bundle.tokenizer.decode_batch([c.tokens for c in completions], skip_special_tokens=True)

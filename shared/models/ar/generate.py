@@ -52,6 +52,7 @@ def generate(
     seeds: Sequence[int],
     params: ARSamplingParams,
     progress: Callable[[], None] = lambda: None,
+    ended: Callable[[int, Completion], None] = lambda row, completion: None,
 ) -> list[Completion]:
     """A completion for each row.
 
@@ -60,13 +61,17 @@ def generate(
         rows: for each completion the index of its prompt.
         seeds: one 64-bit seed a row; token t draws number t of it.
         progress: called after every token.
+        ended: called for each row when its last token is drawn, while others may go on.
     """
     run = _Run(bundle, prompts, rows, seeds, params)
     for step in range(params.max_new_tokens):
-        run.step(step)
+        for row in run.step(step):
+            ended(row, run.out[row])
         progress()
         if not run.active:
             break
+    for row in run.active:
+        ended(row, run.out[row])
     return run.out
 
 
@@ -113,8 +118,8 @@ class _Run:
         logits: Tensor = found.logits[:, -1]
         return logits
 
-    def step(self, step: int) -> None:
-        """One token for every active row."""
+    def step(self, step: int) -> list[int]:
+        """One token for every active row; returns the rows that it ended."""
         if self.logits is None:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
             self.logits = self._forward(self.last[:, None], self.mask, self.next_position[:, None])
@@ -122,18 +127,20 @@ class _Run:
         tokens, log_probs = draw(self.logits, self.params, uniform(self.seeds, step))
         self.logits = None
         ended = torch.isin(tokens, self.stops).tolist()
-        keep = []
+        keep, over = [], []
         for place, (row, token, log_prob) in enumerate(zip(self.active, tokens.tolist(), log_probs.tolist(), strict=True)):
             completion = self.out[row]
             completion.tokens.append(token)
             completion.log_probs.append(log_prob)
             if ended[place]:
                 completion.finish = "stop"
+                over.append(row)
             else:
                 keep.append(place)
         self.last = tokens
-        if len(keep) < len(self.active):
+        if over:
             self._keep(keep)
+        return over
 
     def _keep(self, places: list[int]) -> None:
         """Only these rows go on."""

@@ -32,7 +32,7 @@ def replay(bundle: Bundle, prompts: Sequence[Tokens], completions: Sequence[Toke
         real[index, : len(completion)] = True
     targets, valid = torch.from_numpy(tail).to(device), torch.from_numpy(real)
     whole = torch.cat([mask, valid.long()], 1)
-    padded = bool((whole == 0).any())
+    padded = bool((mask == 0).any())  # on the left; what stands on the right of a row is hidden from it by causality alone
     found = bundle.model(
         input_ids=torch.cat([ids.to(device), targets], 1),
         attention_mask=whole.to(device) if padded else None,

@@ -1,7 +1,8 @@
 """One plain Python process that runs the demo's training step with the mesh's own engine, scorer and trainer code.
 
-`python -m benchmarks.plain MODEL STEPS` prints one JSON line of step seconds and rewards. No Redis, no messages, no weights
-on disk: what the mesh adds is the difference.
+`python -m benchmarks.plain MODEL [overrides]` reads numbers of steps from its standard input, one a line, makes them, and
+answers each with one JSON line of their seconds. No Redis, no messages, no weights on disk: what the mesh adds is the
+difference.
 """
 
 from __future__ import annotations
@@ -91,16 +92,17 @@ class Plain:
 
 
 def main() -> None:
-    model, steps = Path(sys.argv[1]), int(sys.argv[2])
-    settings = from_environment()
-    torch.set_num_threads(settings.threads)
-    plain = Plain(model, sys.argv[3:])
-    seconds, rewards = [], []
-    for number in range(steps):
-        started = time.perf_counter()
-        rewards.append(plain.step(number))
-        seconds.append(time.perf_counter() - started)
-    print(json.dumps({"seconds": seconds, "rewards": rewards}))
+    torch.set_num_threads(from_environment().threads)
+    plain = Plain(Path(sys.argv[1]), sys.argv[2:])
+    number = 0
+    for line in sys.stdin:
+        seconds = []
+        for _ in range(int(line)):
+            started = time.perf_counter()
+            plain.step(number)
+            seconds.append(time.perf_counter() - started)
+            number += 1
+        print(json.dumps(seconds), flush=True)
 
 
 if __name__ == "__main__":

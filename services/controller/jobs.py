@@ -22,7 +22,7 @@ from shared.types.params import ARSamplingParams
 from shared.weights.locate import ModelFiles, locate
 from shared.wire.codec import pack, unpack
 from shared.wire.hops import meta_fields
-from shared.wire.keys import JOBS, NUDGE, JobKeys, idempotency
+from shared.wire.keys import JOBS, JobKeys, idempotency
 
 CHECKED_RECORDS = 256
 """Prompts tokenized before a job is accepted; the rest is checked when it is drawn."""
@@ -160,7 +160,6 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
         pipe.hset(keys.meta, mapping=meta_fields(1, doc.plan.route, doc.plan.scorers))
         pipe.execute()
     client.hset(JOBS, doc.id, pack(summary))
-    client.publish(NUDGE, "job")
     return doc.id
 
 

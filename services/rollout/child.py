@@ -36,6 +36,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     """Serves the job's stream until SIGTERM."""
     from services.rollout.engines import ENGINES
     from services.rollout.handler import RolloutHandler
+    from services.rollout.prefetch import Prefetch
     from shared.config import specs
     from shared.config.sections import Rollout
     from shared.config.settings import child_threads
@@ -54,7 +55,9 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     weights = Path(doc["weights"]) if doc["weights"] else None
     engine = ENGINES[section.engine.name](doc["recipe"], Path(doc["files"]), weights, params)
     store = BodyStore(client, keys, open_bodies(settings.bodies, job))
-    handler = RolloutHandler(engine, WeightStore(settings.weights(job), track), store, track, agent)
+    weight_store = WeightStore(settings.weights(job), track)
+    prefetch = Prefetch(lambda: connect(settings.redis_url), keys, weight_store, engine.load, agent)
+    handler = RolloutHandler(engine, weight_store, prefetch, store, track, agent)
     lease = settings.lease_s
     policy = Policy(lease, lease / 5, stall_s=section.stall_s, deadline_s=section.deadline_s)
     consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)

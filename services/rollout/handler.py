@@ -10,6 +10,7 @@ from itertools import groupby
 from queue import SimpleQueue
 
 from services.rollout.engines.base import Engine, Slice
+from services.rollout.prefetch import Prefetch
 from shared.types.params import ARSamplingParams
 from shared.types.part import Part
 from shared.types.sample import Sample
@@ -32,9 +33,16 @@ class RolloutHandler:
     """Works in order of arrival; messages are issued in version order, so versions only rise (but for pinned evaluations)."""
 
     def __init__(
-        self, engine: Engine, weights: WeightStore, bodies: BodyStore, track: str, worker: str, patience_s: float = 120
+        self,
+        engine: Engine,
+        weights: WeightStore,
+        prefetch: Prefetch,
+        bodies: BodyStore,
+        track: str,
+        worker: str,
+        patience_s: float = 120,
     ) -> None:
-        self.engine, self.weights, self.bodies = engine, weights, bodies
+        self.engine, self.weights, self.prefetch, self.bodies = engine, weights, prefetch, bodies
         self.track, self.worker, self.patience_s = track, worker, patience_s
         self.held: tuple[int, int] | None = None
         """(incarnation, version) that the engine has."""
@@ -58,6 +66,7 @@ class RolloutHandler:
     def close(self) -> None:
         self.queue.put(None)
         self.thread.join(5)
+        self.prefetch.close()
         self.engine.close()
 
     def _run(self) -> None:
@@ -86,9 +95,7 @@ class RolloutHandler:
             if version == need.version or (need.how == "at_least" and version > need.version):
                 return
         wanted = self._wait(incarnation, need)
-        with self.weights.leased(incarnation, wanted, self.worker):
-            shards = self.weights.open(incarnation, wanted)
-            self.engine.adopt(self.track, wanted, shards)
+        self.engine.adopt(self.track, wanted, self.prefetch.take(incarnation, wanted))
         self.held = (incarnation, wanted)
         self.progress = time.monotonic()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
+
+import redis
 
 from shared.weights.checkpoints import Position
 from shared.wire.bodies import BodyStore
@@ -49,6 +52,11 @@ class Link:
         packed = [pack(event) for event in events]
         self._send(packed)
         self.recent.extend(zip(events, packed, strict=True))
+
+    def announce(self, track: str, incarnation: int, version: int) -> None:
+        """Tells rollouts that they may read a version ahead. A hint: nobody waits for it."""
+        with contextlib.suppress(redis.RedisError):
+            self.client.publish(self.keys.published(track), pack((incarnation, version)))
 
     def words(self) -> tuple[bytes, ...]:
         """What a checkpoint keeps of what was reported: the records that nobody will redo after it."""

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-from safetensors.torch import save_file
+import safetensors.torch
 from torch import Tensor
 
 from shared.weights.store import WeightStore
 from shared.wire.envelope import Published
 
 Snapshot = dict[str, Tensor]
+SHARD_BYTES = 1 << 30
+"""Tensors are written in shards of about so much, so that few bytes are held twice."""
 
 
 class Publisher:
     """One track. Waits for: snapshots. Unblocked by: publish(). Tells `report` of every version that is complete."""
 
     def __init__(
-        self, store: WeightStore, incarnation: int, keep: int, replace: bool, report: Callable[[Published], None]
+        self,
+        store: WeightStore,
+        incarnation: int,
+        keep: int,
+        replace: bool,
+        report: Callable[[Published], None],
+        announce: Callable[[str, int, int], None] = lambda track, incarnation, version: None,
     ) -> None:
-        """`replace`: a newer snapshot replaces an older one that is not written yet (no request demands exactly it)."""
-        self.store, self.incarnation, self.keep, self.replace, self.report = store, incarnation, keep, replace, report
+        """
+        Args:
+            replace: a newer snapshot replaces an older one that is not written yet (no request demands exactly it).
+            report: tells the controller of a complete version.
+            announce: tells whoever may want to read it ahead, first.
+        """
+        self.store, self.incarnation, self.keep, self.replace = store, incarnation, keep, replace
+        self.report, self.announce = report, announce
         self.waiting: list[tuple[int, Snapshot]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
@@ -66,11 +79,23 @@ class Publisher:
 
     def _write(self, version: int, snapshot: Snapshot) -> None:
         started = time.monotonic()
-
-        def write(folder: Path) -> None:
-            save_file(snapshot, folder / "model.safetensors")
-
-        size = self.store.publish(self.incarnation, version, write)
+        size = self.store.publish(self.incarnation, version, shards(snapshot))
+        self.announce(self.store.track, self.incarnation, version)
         seconds = time.monotonic() - started
         self.report(Published(track=self.store.track, version=version, nbytes=size, seconds=seconds))
         self.store.collect(self.incarnation, self.keep)
+
+
+def shards(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
+    """(file name, bytes) in safetensors' format; a single one is called `model.safetensors`."""
+    pieces: list[Snapshot] = [{}]
+    size = 0
+    for name, value in snapshot.items():
+        if size and size + value.nbytes > SHARD_BYTES:
+            pieces.append({})
+            size = 0
+        pieces[-1][name] = value
+        size += value.nbytes
+    for index, piece in enumerate(pieces, 1):
+        suffix = "" if len(pieces) == 1 else f"-{index:05}-of-{len(pieces):05}"
+        yield f"model{suffix}.safetensors", safetensors.torch.save(piece)

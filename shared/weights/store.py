@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -93,17 +93,21 @@ class WeightStore:
         return None
 
     def publish(
-        self, incarnation: int, version: int, write: Callable[[Path], None], kind: str = "full", source: str = "live"
+        self,
+        incarnation: int,
+        version: int,
+        files: Iterable[tuple[str, bytes]],
+        kind: str = "full",
+        source: str = "live",
     ) -> int:
-        """Writes a version: `write` puts safetensors files into a folder. Returns bytes; 0 if it was complete before."""
+        """Writes a version: names and bytes of its safetensors files. Returns bytes; 0 if it was complete before."""
         target = self.path(incarnation, version)
         if (target / COMPLETE).exists():
             return 0
         temporary = target.with_name(f".{uuid4().hex}")
         temporary.mkdir(parents=True)
         try:
-            write(temporary)
-            shards = tuple(_shard(p) for p in sorted(temporary.glob("*.safetensors")))
+            shards = tuple(_written(temporary / name, data) for name, data in files)
             manifest = Manifest(
                 track=self.track, incarnation=incarnation, version=version, kind=kind, source=source, shards=shards
             )
@@ -163,6 +167,11 @@ def open_version(folder: Path, verify: bool = True) -> list[Path]:
         if verify and _shard(folder / shard.file) != shard:
             raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
     return [folder / shard.file for shard in manifest.shards]
+
+
+def _written(path: Path, data: bytes) -> Shard:
+    path.write_bytes(data)
+    return Shard(path.name, len(data), xxhash.xxh3_64_hexdigest(data))
 
 
 def _shard(path: Path) -> Shard:

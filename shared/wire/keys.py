@@ -11,8 +11,6 @@ JOBS = "unimesh:jobs"
 """Hash: job id → the summary that lists are made of (msgpack)."""
 WORKERS = "unimesh:workers"
 """Set: names of registered workers; one whose key has expired is gone."""
-NUDGE = "unimesh:nudge"
-"""Pub/sub channel: something about jobs or workers changed. A hint only; everybody polls as well."""
 
 
 def worker(name: str) -> str:
@@ -48,6 +46,10 @@ class JobKeys:
     def shelf(self, number: int) -> str:
         """Hash: body name → bytes, for bodies small enough to live in Redis. Swept as one key."""
         return self.of(f"shelf:{number}")
+
+    def published(self, track: str) -> str:
+        """Pub/sub channel: (incarnation, version) of each new version. A hint only: the store is the truth."""
+        return self.of(f"published:{track}")
 
     @property
     def meta(self) -> str:

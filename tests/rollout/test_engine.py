@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from safetensors.torch import save_file
 
 from services.rollout.engines.transformers_engine import Item, TransformersEngine
 from services.rollout.handler import RolloutHandler, VersionMissing
+from services.rollout.prefetch import Prefetch
+from services.trainer.publisher import shards
 from shared.config.builtin import Engine as EngineParams
 from shared.models.ar.bundle import exported, load
 from shared.types import ARSamplingParams, Sample
@@ -90,12 +92,14 @@ class Setup:
     def __init__(self, engine: TransformersEngine, client: Any, folder: Path) -> None:
         self.engine, self.store = engine, WeightStore(folder / "weights", "policy")
         bodies = BodyStore(client, JobKeys("j"), DirectoryBodies(folder / "bodies"))
-        self.handler = RolloutHandler(engine, self.store, bodies, "policy", "me", patience_s=1.0)
+        self.client, self.keys = client, JobKeys("j")
+        self.prefetch = Prefetch(lambda: client, self.keys, self.store, engine.load, "me")
+        self.handler = RolloutHandler(engine, self.store, self.prefetch, bodies, "policy", "me", patience_s=1.0)
 
     def publish(self, version: int, scale: float = 1.0) -> None:
         bundle = self.engine.bundle
         state = {n: v * scale for n, v in exported(bundle.model.state_dict(), bundle.tied).items()}
-        self.store.publish(1, version, lambda folder: save_file(state, folder / "model.safetensors"))
+        self.store.publish(1, version, shards(state))
 
     def work(self, root: str, need: Need, deterministic: bool = False) -> Work:
         head = SliceHead(parts=(PartHead(ids=(), track="policy"),))
@@ -172,6 +176,23 @@ def test_a_damaged_version_is_refused(setup: Setup) -> None:
         future.result(30)
 
 
+def test_an_announced_version_is_read_ahead(setup: Setup) -> None:
+    setup.publish(1)
+    channel = setup.keys.published("policy")
+    deadline = time.monotonic() + 10
+    while setup.prefetch.staged is None:
+        setup.client.publish(channel, codec.pack((1, 1)))
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    setup.client.publish(channel, b"nonsense")
+    setup.client.publish(channel, codec.pack((1, 99)))  # never written: what was read ahead stays
+    time.sleep(0.1)
+    shutil.rmtree(setup.store.path(1, 1))
+    (setup.store.path(1, 1)).mkdir()
+    (setup.store.path(1, 1) / "COMPLETE").touch()
+    assert set(setup.one("a:0:0", Need("exactly", 1)).head.parts[0].versions) == {1}, "from memory: the files are gone"
+
+
 def test_deterministic_slices_are_computed_alone(setup: Setup) -> None:
     """The bytes of a slice are the same whether others were submitted with it or not."""
     setup.publish(0)
@@ -188,4 +209,4 @@ def test_the_store_collects_old_versions_but_not_leased_or_pinned_ones(setup: Se
         assert setup.store.collect(1, keep=2, pinned=frozenset({0})) == [2, 3]
     assert setup.store.versions(1) == [0, 1, 4, 5]
     assert setup.store.collect(1, keep=2) == [0, 1]
-    assert setup.store.publish(1, 5, lambda folder: None) == 0, "a complete version is never rewritten"
+    assert setup.store.publish(1, 5, ()) == 0, "a complete version is never rewritten"

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer import checkpoint, planner
+from services.trainer import checkpoint, planner, publisher
 from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.backend import Backend
@@ -257,17 +258,15 @@ def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path) -> None:
     assert not (tmp_path / "1-1").exists() and (tmp_path / "1-2").exists()
 
 
-def test_a_version_that_does_not_fit_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
+def test_a_version_that_does_not_fit_is_refused_by_name(model_folder: Path) -> None:
     bundle = load(model_folder, None)
     state = exported(bundle.model.state_dict(), bundle.tied)
     assert "lm_head.weight" not in state or "model.embed_tokens.weight" not in state
     name = "model.norm.weight"
-    save_file({n: v for n, v in state.items() if n != name}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=f"lacks 1 tensors, the first is {name}"):
-        assign(load(model_folder, None).model, [tmp_path / "a.safetensors"])
-    save_file({name: torch.zeros(3)}, tmp_path / "b.safetensors")
+        assign(load(model_folder, None).model, {n: v for n, v in state.items() if n != name})
     with pytest.raises(ValueError, match=f"tensor {name}"):
-        assign(load(model_folder, None).model, [tmp_path / "b.safetensors"])
+        assign(load(model_folder, None).model, {name: torch.zeros(3)})
 
 
 def test_planner() -> None:
@@ -278,3 +277,14 @@ def test_planner() -> None:
         [0],
         [],
     ]
+
+
+def test_shards_hold_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"t{i}": torch.full((100,), float(i)) for i in range(5)}
+    [(name, _)] = publisher.shards(state)
+    assert name == "model.safetensors"
+    monkeypatch.setattr(publisher, "SHARD_BYTES", 1000)
+    found = dict(publisher.shards(state))
+    assert list(found) == [f"model-{k:05}-of-00003.safetensors" for k in (1, 2, 3)]
+    loaded = {n: v for data in found.values() for n, v in safetensors.torch.load(data).items()}
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shared.types.sample import Sample
 
@@ -26,8 +26,12 @@ class Engine(Protocol):
         """Most slices that it wants at once."""
         ...
 
-    def adopt(self, track: str, version: int, shards: Sequence[Path]) -> None:
-        """Loads a version. Waits for what has been submitted."""
+    def load(self, shards: Sequence[Path]) -> Any:
+        """Brings a version into host memory, in any thread, beside the work that goes on."""
+        ...
+
+    def adopt(self, track: str, version: int, loaded: Any) -> None:
+        """From now on computes with a version that `load` returned. Waits for what has been submitted."""
         ...
 
     def progressed(self) -> float:

@@ -11,6 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors.torch import load_file
+from torch import Tensor
 
 from services.rollout.engines.base import Slice
 from shared.config.builtin import Engine as EngineParams
@@ -21,6 +23,10 @@ from shared.types.params import ARSamplingParams
 from shared.types.part import Text
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
+
+State = dict[str, Tensor]
+HAND_OVER_S = 0.02
+"""Slices that end within so long are handed over together: handing over takes CPU time from the rows that go on."""
 
 
 class Item(NamedTuple):
@@ -52,10 +58,13 @@ class TransformersEngine:
     def capacity(self) -> int:
         return self.params.max_batch_rows
 
-    def adopt(self, track: str, version: int, shards: Sequence[Path]) -> None:
+    def load(self, shards: Sequence[Path]) -> State:
+        return {name: value for path in shards for name, value in load_file(path).items()}
+
+    def adopt(self, track: str, version: int, loaded: State) -> None:
         with self.quiet:
             self.quiet.wait_for(lambda: self.running == 0)
-        assign(self.bundle.model, shards)
+        assign(self.bundle.model, loaded)
         self.version = version
 
     def progressed(self) -> float:
@@ -122,21 +131,30 @@ class TransformersEngine:
         return chosen
 
     def _generate(self, batch: list[Item]) -> None:
-        """A slice goes out as soon as its rows have ended: its rewards are computed while others are still generated."""
+        """Slices go out soon after their rows have ended: their rewards are computed while others are still generated."""
         samples = [sample for item in batch for sample in item.samples]
         owner = [place for place, item in enumerate(batch) for s in item.samples for _ in s.frontier.sample_ids]
         first = [owner.index(place) for place in range(len(batch))]
         missing = [_rows(item.samples) for item in batch]
         completions: dict[int, Completion] = {}
+        held: list[tuple[Future[Slice], Slice]] = []
+        since = 0.0
+
+        def hand_over() -> None:
+            for future, found in held:
+                future.set_result(found)
+            held.clear()
 
         def ended(row: int, completion: Completion) -> None:
+            nonlocal since
             completions[row] = completion
             place = owner[row]
             missing[place] -= 1
             if not missing[place]:
                 rows = iter(range(first[place], len(owner)))
                 found = [self._fill(s, [completions[next(rows)] for _ in s.frontier.sample_ids]) for s in batch[place].samples]
-                batch[place].future.set_result(found)
+                since = since if held else time.monotonic()
+                held.append((batch[place].future, found))
 
         params = samples[0].frontier.sampling_params
         if not isinstance(params, ARSamplingParams):
@@ -153,7 +171,14 @@ class TransformersEngine:
                     tokens.append(prompt)
                 rows.append(place)
                 seeds.append(sample_seed(params.seed, sample_id))
-        generate(self.bundle, tokens, rows, seeds, params, self._tick, ended)
+
+        def tick() -> None:
+            self.progress = time.monotonic()
+            if held and self.progress - since > HAND_OVER_S:
+                hand_over()
+
+        generate(self.bundle, tokens, rows, seeds, params, tick, ended)
+        hand_over()
 
     def _fill(self, sample: Sample, completions: list[Completion]) -> Sample:
         texts = self.bundle.tokenizer.decode_batch([c.tokens for c in completions], skip_special_tokens=True)
@@ -169,9 +194,6 @@ class TransformersEngine:
             status=tuple("ok" if c.finish == "stop" else "truncated" for c in completions),
             output_version=np.full(len(completions), self.version, np.int64),
         )
-
-    def _tick(self) -> None:
-        self.progress = time.monotonic()
 
 
 def _rows(samples: Slice) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def load(files: Path, weights: Path | None, dtype: str = "float32", attention: s
     else:
         config = AutoConfig.from_pretrained(files)
         model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
-        assign(model, sorted(weights.glob("*.safetensors")))
+        assign(model, {n: v for path in sorted(weights.glob("*.safetensors")) for n, v in load_file(path).items()})
     model.eval()
     tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
     pad = model.config.pad_token_id
@@ -57,16 +57,15 @@ def load(files: Path, weights: Path | None, dtype: str = "float32", attention: s
 
 
 @torch.no_grad()
-def assign(model: Any, shards: Iterable[Path]) -> None:
+def assign(model: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Copies a version's tensors into the model in place. ValueError names what is missing or does not fit."""
     own = model.state_dict(keep_vars=True)
     seen: set[int] = set()
-    for path in shards:
-        for name, value in load_file(path).items():
-            if name not in own or own[name].shape != value.shape:
-                raise ValueError(f"tensor {name} of {path.name} does not fit the model")
-            own[name].copy_(value)
-            seen.add(id(own[name]))
+    for name, value in state.items():
+        if name not in own or own[name].shape != value.shape:
+            raise ValueError(f"tensor {name} of shape {list(value.shape)} does not fit the model")
+        own[name].copy_(value)
+        seen.add(id(own[name]))
     missing = [name for name, value in own.items() if id(value) not in seen]
     if missing:
         raise ValueError(f"the version lacks {len(missing)} tensors, the first is {missing[0]}")

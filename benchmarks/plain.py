@@ -24,6 +24,7 @@ from services.controller.scoring import train_slices
 from services.reward.handler import requests
 from services.reward.scorers import load as load_scorer
 from services.reward.verdict import verdict
+from services.rollout.engines.base import fill
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.handler import filled
 from services.trainer.algorithms import ALGORITHMS
@@ -64,8 +65,7 @@ class Plain:
     def step(self, number: int) -> float:
         """One training step; returns its mean reward."""
         size = self.plan.batch_size
-        futures = [self.engine.submit(self.request(number * size + i)) for i in range(size)]
-        slices = [future.result() for future in futures]
+        slices = fill(self.engine, [self.request(number * size + i) for i in range(size)])
         groups, heads = [], []
         for index, samples in enumerate(slices):
             found = verdict(self.scorer.score, [row for sample in samples for row in requests(sample)])

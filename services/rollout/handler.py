@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from itertools import groupby
 from queue import SimpleQueue
 
-from services.rollout.engines.base import Engine, Slice
+from services.rollout.engines.base import Engine, Outcome, Slice
 from services.rollout.prefetch import Prefetch
 from shared.types.params import ARSamplingParams
 from shared.types.part import Part
@@ -82,8 +82,8 @@ class RolloutHandler:
                     continue
                 opened = [(work, future, self._open(work, future)) for work, future in batch]
                 good = [(work, future, samples) for work, future, samples in opened if samples is not None]
-                for place, (work, future, samples) in enumerate(good, 1):
-                    self._start(work, future, samples, more=place < len(good))
+                for alone, some in groupby(good, lambda piece: piece[0].envelope.deterministic):
+                    self._start(list(some), alone)
 
     def _need(self, envelope: Envelope) -> tuple[int, Need]:
         return envelope.incarnation, envelope.needs[self.track]
@@ -120,17 +120,25 @@ class RolloutHandler:
             future.set_exception(error)
             return None
 
-    def _start(self, work: Work, future: Future[Result], samples: Slice, more: bool) -> None:
+    def _start(self, pieces: Sequence[tuple[Work, Future[Result], Slice]], alone: bool) -> None:
         started = time.monotonic()
 
-        def finish(done: Future[Slice]) -> None:
-            error = done.exception()
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(filled(done.result(), self.worker, time.monotonic() - started))
+        def done(outcomes: Sequence[tuple[int, Outcome]]) -> None:
+            seconds = time.monotonic() - started
+            results = [(pieces[place][1], self._result(outcome, seconds)) for place, outcome in outcomes]
+            for future, result in results:  # in one go, so that they are committed together
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
 
-        self.engine.submit(samples, work.envelope.deterministic, more).add_done_callback(finish)
+        self.engine.submit([samples for _, _, samples in pieces], done, alone)
+
+    def _result(self, outcome: Outcome, seconds: float) -> Filled | Exception:
+        try:
+            return outcome if isinstance(outcome, Exception) else filled(outcome, self.worker, seconds)
+        except ValueError as error:
+            return error
 
 
 def filled(samples: Slice, worker: str, seconds: float) -> Filled:

@@ -21,6 +21,8 @@ from shared.wire.keys import JobKeys, assignment
 from shared.wire.scripts import Scripts, text
 
 POLL_MS = 1000
+AHEAD = 4
+"""Records read at once: a batch and the control words behind it."""
 
 
 class Fenced(SystemExit):
@@ -36,6 +38,7 @@ class Link:
         self.lock = threading.Lock()
         self.fence = uuid4().hex
         self.seq, self.entry_id = 0, ""
+        self.ahead: deque[tuple[bytes, dict[bytes, bytes]]] = deque()
         self.recent: deque[tuple[Message, bytes]] = deque(maxlen=16)
         """What was reported lately: a Redis that comes back without it is told again."""
         self.run_id = self._server()
@@ -82,13 +85,15 @@ class Link:
 
     def next(self) -> LogEntry | RolledBack | None:
         """The next record; None after a second without one; RolledBack if the log is not the one that was applied."""
-        try:
-            answer = self.client.xread({self.keys.log: f"{self.seq}-0"}, count=1, block=POLL_MS)
-            if not answer:
-                return self._lost()
-        except AWAY:
-            return None
-        [(_, [(entry_id, fields)])] = answer
+        if not self.ahead:
+            try:
+                answer = self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=POLL_MS)
+                if not answer:
+                    return self._lost()
+            except AWAY:
+                return None
+            self.ahead.extend(answer[0][1])
+        entry_id, fields = self.ahead.popleft()
         entry = unpack(fields[b"e"], LogEntry)
         if text(entry_id) != f"{self.seq + 1}-0" or entry.previous != self.entry_id:
             detail = f"record {entry.seq} follows {entry.previous!r}, applied was {self.seq} {self.entry_id!r}"

@@ -28,7 +28,7 @@ from shared.wire.scripts import Entry, Scripts, Write, ensure_group, no_group, t
 
 log = logging.getLogger(__name__)
 
-PIPELINE = 16
+PIPELINE = 32
 """Commits sent in one round trip."""
 GATHER_S = 0.001
 """The first of several messages wakes a blocked read; after so long the others are there too, and are worked on together."""

@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from services.rollout.engines.base import fill
 from services.rollout.engines.transformers_engine import Item, TransformersEngine
 from services.rollout.handler import RolloutHandler, VersionMissing
 from services.rollout.prefetch import Prefetch
@@ -48,7 +48,7 @@ def tokens(samples: list[Sample]) -> list[int]:
 
 
 def test_a_filled_slice_has_everything_that_later_stages_need(engine: TransformersEngine) -> None:
-    [sample] = engine.submit(request("a:0:0")).result(30)
+    [[sample]] = fill(engine, [request("a:0:0")])
     part = sample.frontier
     segment = part.text_segment
     assert part.sample_ids == ("a:0:0/0", "a:0:0/1", "a:0:0/2") and segment.log_probs is not None
@@ -58,28 +58,27 @@ def test_a_filled_slice_has_everything_that_later_stages_need(engine: Transforme
 
 
 def test_slices_of_one_kind_share_a_batch_and_the_result_does_not_depend_on_it(engine: TransformersEngine) -> None:
-    together = [engine.submit(request(f"a:0:{i}", prompt=(20 + i, 21))) for i in range(6)]
-    found = [tokens(f.result(30)) for f in together]
-    single = [tokens(engine.submit(request(f"a:0:{i}", prompt=(20 + i, 21))).result(30)) for i in range(6)]
+    requests = [request(f"a:0:{i}", prompt=(20 + i, 21)) for i in range(6)]
+    found = [tokens(samples) for samples in fill(engine, requests)]
+    single = [tokens(fill(engine, [one])[0]) for one in requests]
     assert found == single and len({tuple(f) for f in found}) > 1
 
 
 def test_slices_of_other_parameters_are_not_mixed(engine: TransformersEngine) -> None:
     short = msgspec.structs.replace(PARAMS, max_new_tokens=2)
-    futures = [engine.submit(request(f"a:0:{i}", params=PARAMS if i % 2 else short)) for i in range(4)]
-    longest = [max(f.result(30)[0].frontier.text_segment.lengths) for f in futures]
+    found = fill(engine, [request(f"a:0:{i}", params=PARAMS if i % 2 else short) for i in range(4)])
+    longest = [max(sample.frontier.text_segment.lengths) for [sample] in found]
     assert longest[0] <= 2 and longest[2] <= 2 and max(longest[1], longest[3]) > 2
 
 
 def test_an_error_belongs_to_its_batch_only(engine: TransformersEngine) -> None:
-    bad = engine.submit(request("a:0:0", prompt=(5000,)))
     with pytest.raises(IndexError):
-        bad.result(30)
-    assert engine.submit(request("a:0:0")).result(30)
+        fill(engine, [request("a:0:0", prompt=(5000,))])
+    assert fill(engine, [request("a:0:0")])
 
 
 def test_very_different_lengths_are_not_padded_together(engine: TransformersEngine) -> None:
-    engine.waiting = [Item(request("a:0:0", prompt=(9,) * n), False, False, Future()) for n in (3, 100, 5, 90)]
+    engine.waiting = [Item(request("a:0:0", prompt=(9,) * n), False, 0, lambda outcomes: None) for n in (3, 100, 5, 90)]
     lengths = [sorted(len(i.samples[0].conditioning(0)) for i in engine._choose()) for _ in range(2)]
     engine.waiting.clear()
     assert lengths == [[3, 5], [90, 100]]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from shared.types.sample import Sample
 
 Slice = list[Sample]
+Outcome = Slice | Exception
+Done = Callable[[Sequence[tuple[int, Outcome]]], None]
 
 
 class Engine(Protocol):
-    def submit(self, samples: Slice, alone: bool = False, more: bool = False) -> Future[Slice]:
-        """The filled slice.
+    def submit(self, slices: Sequence[Slice], done: Done, alone: bool = False) -> None:
+        """Fills the slices, in batches with whatever else was submitted.
 
         Args:
-            alone: computed by itself, so that its result depends on it alone.
-            more: another submit follows at once; the engine may wait for it.
+            done: called from the engine's thread with (place in `slices`, filled slice or what went wrong) of those that have
+                ended, several at a time; once for each slice.
+            alone: each slice is computed by itself, so that its result depends on it alone.
         """
         ...
 
@@ -39,3 +42,19 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def fill(engine: Engine, slices: Sequence[Slice], alone: bool = False) -> list[Slice]:
+    """Submits and waits. Raises what went wrong with the first slice that failed."""
+    found: SimpleQueue[Sequence[tuple[int, Outcome]]] = SimpleQueue()
+    engine.submit(slices, found.put, alone)
+    by_place: dict[int, Outcome] = {}
+    while len(by_place) < len(slices):
+        by_place.update(found.get())
+    out = []
+    for place in range(len(slices)):
+        outcome = by_place[place]
+        if isinstance(outcome, Exception):
+            raise outcome
+        out.append(outcome)
+    return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 
-from services.rollout.engines.base import Slice
+from services.rollout.engines.base import Done, Outcome, Slice
 from shared.config.builtin import Engine as EngineParams
 from shared.models.ar.bundle import Bundle, assign
 from shared.models.ar.generate import Completion, generate
@@ -32,15 +31,16 @@ HAND_OVER_S = 0.02
 class Item(NamedTuple):
     samples: Slice
     alone: bool
-    more: bool
-    future: Future[Slice]
+    place: int
+    """Among those submitted with it."""
+    done: Done
 
 
 class TransformersEngine:
     def __init__(self, bundle: Bundle, params: EngineParams) -> None:
         self.bundle, self.params = bundle, params
         self.version = -1
-        self.queue: SimpleQueue[Item | None] = SimpleQueue()
+        self.queue: SimpleQueue[list[Item] | None] = SimpleQueue()
         self.waiting: list[Item] = []
         self.progress = time.monotonic()
         self.quiet = threading.Condition()
@@ -48,12 +48,10 @@ class TransformersEngine:
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    def submit(self, samples: Slice, alone: bool = False, more: bool = False) -> Future[Slice]:
-        future: Future[Slice] = Future()
+    def submit(self, slices: Sequence[Slice], done: Done, alone: bool = False) -> None:
         with self.quiet:
-            self.running += 1
-        self.queue.put(Item(samples, alone, more, future))
-        return future
+            self.running += len(slices)
+        self.queue.put([Item(samples, alone, place, done) for place, samples in enumerate(slices)])
 
     def capacity(self) -> int:
         return self.params.max_batch_rows
@@ -80,12 +78,11 @@ class TransformersEngine:
         """Waits for a submit, then `batch_wait_ms` for more like it."""
         while (batch := self._gather()) is not None:
             self.progress = time.monotonic()
+            open_items = dict(enumerate(batch))
             try:
-                self._generate(batch)
+                self._generate(batch, open_items)
             except Exception as error:  # the thread's outer loop: whatever a model raises belongs to these slices
-                for item in batch:
-                    if not item.future.done():
-                        item.future.set_exception(error)
+                _tell([(item, error) for item in open_items.values()])
             with self.quiet:
                 self.running -= len(batch)
                 self.quiet.notify_all()
@@ -95,20 +92,17 @@ class TransformersEngine:
             first = self.queue.get()
             if first is None:
                 return None
-            self.waiting.append(first)
+            self.waiting += first
         deadline = time.monotonic() + self.params.batch_wait_ms / 1000
-        rows = sum(_rows(item.samples) for item in self.waiting)
-        while rows < self.params.max_batch_rows:
-            rest = None if self.waiting[-1].more else max(0.0, deadline - time.monotonic())
+        while sum(_rows(item.samples) for item in self.waiting) < self.params.max_batch_rows:
             try:
-                item = self.queue.get(block=rest != 0.0, timeout=rest)
+                items = self.queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 break
-            if item is None:
+            if items is None:
                 self.queue.put(None)
                 break
-            self.waiting.append(item)
-            rows += _rows(item.samples)
+            self.waiting += items
         return self._choose()
 
     def _choose(self) -> list[Item]:
@@ -130,19 +124,18 @@ class TransformersEngine:
         self.waiting = [item for item in self.waiting if id(item) not in taken]
         return chosen
 
-    def _generate(self, batch: list[Item]) -> None:
+    def _generate(self, batch: list[Item], open_items: dict[int, Item]) -> None:
         """Slices go out soon after their rows have ended: their rewards are computed while others are still generated."""
         samples = [sample for item in batch for sample in item.samples]
         owner = [place for place, item in enumerate(batch) for s in item.samples for _ in s.frontier.sample_ids]
         first = [owner.index(place) for place in range(len(batch))]
         missing = [_rows(item.samples) for item in batch]
         completions: dict[int, Completion] = {}
-        held: list[tuple[Future[Slice], Slice]] = []
+        held: list[tuple[Item, Outcome]] = []
         since = 0.0
 
         def hand_over() -> None:
-            for future, found in held:
-                future.set_result(found)
+            _tell(held)
             held.clear()
 
         def ended(row: int, completion: Completion) -> None:
@@ -154,7 +147,7 @@ class TransformersEngine:
                 rows = iter(range(first[place], len(owner)))
                 found = [self._fill(s, [completions[next(rows)] for _ in s.frontier.sample_ids]) for s in batch[place].samples]
                 since = since if held else time.monotonic()
-                held.append((batch[place].future, found))
+                held.append((open_items.pop(place), found))
 
         params = samples[0].frontier.sampling_params
         if not isinstance(params, ARSamplingParams):
@@ -194,6 +187,15 @@ class TransformersEngine:
             status=tuple("ok" if c.finish == "stop" else "truncated" for c in completions),
             output_version=np.full(len(completions), self.version, np.int64),
         )
+
+
+def _tell(outcomes: Sequence[tuple[Item, Outcome]]) -> None:
+    """Those that were submitted together hear of their slices together."""
+    by_call: dict[int, tuple[Done, list[tuple[int, Outcome]]]] = {}
+    for item, outcome in outcomes:
+        by_call.setdefault(id(item.done), (item.done, []))[1].append((item.place, outcome))
+    for done, found in by_call.values():
+        done(found)
 
 
 def _rows(samples: Slice) -> int:

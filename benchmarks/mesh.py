@@ -32,8 +32,8 @@ FOLDER = Path("build/bench").resolve()
 SKIP = 4
 """First steps of a run are left out: caches, allocators, the learning-rate warm-up."""
 TRL = Path(".venv-bench/bin/python").absolute()
-LONG = ["rollout.group_size=64", "rollout.sampling.max_new_tokens=48", "train.micro_batch_size=256"]
-"""A step of more than 10 s: 2048 completions that seldom end early."""
+LONG = ["data.batch_size=512", "rollout.group_size=32", "train.micro_batch_size=1024"]
+"""A step of more than 10 s: 16,384 completions."""
 
 
 class Bench:
@@ -253,7 +253,7 @@ def main() -> int:
     bench = Bench()
     with bench.up():
         bench.warm()
-        rows.append(overhead(bench, 7 if args.quick else 15, 12, "mesh / plain process, a step of the demo", 1.10))
+        rows.append(overhead(bench, 12 if args.quick else 30, 8, "mesh / plain process, a step of the demo", 1.10))
         if not args.quick:
             rows.append(overhead(bench, 3, 1, "mesh / plain process, a step of over 10 s", 1.03, *LONG))
             if TRL.exists():

@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 from rich.console import Console
-from rich.table import Table
 
+from shared.config import tokens
 from unimesh import show
-from unimesh.client import Api, ApiError
-from unimesh.home import Home, api_url, default_state, is_held
+from unimesh.client import ApiError
+from unimesh.commands import Failed, add_commands, end, mesh_api, print_json
+from unimesh.home import Home, default_state, is_held
 
 EXIT_CODES = "Exit codes: 0 done, 1 the job or a check failed, 2 wrong usage or input refused, 3 no controller answers."
 
 
-class Failed(click.ClickException):
-    """One readable paragraph on standard error; exit code 1."""
-
-
 @click.group(epilog=EXIT_CODES)
 @click.version_option(package_name="unimesh")
-def cli() -> None:
+@click.option("--debug", is_flag=True, help="Show a traceback where an error is not foreseen.")
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
     """Reinforcement-learning post-training as a mesh of services."""
+    context.obj = debug
 
 
 def main() -> None:
+    debug = "--debug" in sys.argv[1:]
     try:
         cli()
     except ApiError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(3 if error.status == 0 else 2)
+    except (OSError, ValueError, RuntimeError) as error:
+        if debug:
+            raise
+        click.echo(f"Error: {error or type(error).__name__} (`unimesh --debug …` shows where)", err=True)
+        sys.exit(1)
 
 
-def _api() -> Api:
-    return Api(api_url())
-
-
-def _print(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
+add_commands(cli)
 
 
 @cli.command()
@@ -97,80 +97,18 @@ def down(state: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True)
 def launch(recipe: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, as_json: bool) -> None:
     """Start RECIPE (such as ar/sort) with Hydra overrides: key=value, +key=value, ~key."""
-    api = _api()
+    api = mesh_api()
     answer = api.post("/v1/jobs", {"recipe": recipe, "overrides": list(overrides), "dry_run": dry_run})
     for warning in answer["warnings"]:
         click.echo(f"warning: {warning}", err=True)
     if as_json or dry_run:
-        _print(answer)
+        print_json(answer)
     if dry_run:
         return
     if not as_json:
         click.echo(f"job {answer['id']}")
     if follow:
-        _end(show.follow(api, answer["id"], Console()))
-
-
-def _end(view: dict[str, Any]) -> None:
-    if view["state"] != "done":
-        raise Failed(f"job {view['id']} {view['state']}: {view['reason']}")
-
-
-@cli.command()
-@click.argument("job")
-def watch(job: str) -> None:
-    """Watch a job: progress, reward, rates, stage times, what it waits for."""
-    _end(show.follow(_api(), job, Console()))
-
-
-@cli.command()
-@click.option("--state", default=None, help="Only those in this state.")
-@click.option("--json", "as_json", is_flag=True)
-def jobs(state: str | None, as_json: bool) -> None:
-    """List jobs, newest first."""
-    rows = _api().get("/v1/jobs", **({"state": state} if state else {}))
-    if as_json:
-        _print(rows)
-    else:
-        Console().print(show.jobs_table(rows))
-
-
-def _command(name: str, text: str) -> None:
-    @cli.command(name, help=text)
-    @click.argument("job")
-    def run(job: str) -> None:
-        _api().post(f"/v1/jobs/{job}/{name}")
-        click.echo(f"{name}: {job}")
-
-
-_command("pause", "Stop issuing new groups; what is in flight completes.")
-_command("resume", "Go on after a pause.")
-_command("cancel", "End a job now.")
-_command("checkpoint", "Write a checkpoint now.")
-
-
-@cli.command()
-@click.option("--json", "as_json", is_flag=True)
-def workers(as_json: bool) -> None:
-    """List agents and what they do."""
-    rows = _api().get("/v1/workers")
-    if as_json:
-        _print(rows)
-        return
-    table = Table("name", "service", "state", "job", "restarts", "error")
-    for column in table.columns[:4]:
-        column.no_wrap = True
-    for row in rows:
-        table.add_row(row["name"], row["service"], row["state"], row["job"], str(row["restarts"]), row["error"])
-    Console().print(table)
-
-
-@cli.command()
-def recipes() -> None:
-    """List recipes."""
-    from shared.config.compose import listed
-
-    click.echo("\n".join(listed()))
+        end(show.follow(api, answer["id"], Console()))
 
 
 @cli.command()
@@ -182,13 +120,39 @@ def doctor(state: Path | None, as_json: bool) -> None:
 
     findings = examine(state or default_state())
     if as_json:
-        _print([vars(f) for f in findings])
+        print_json([vars(f) for f in findings])
     else:
         for finding in findings:
             mark = "ok  " if finding.ok else "FAIL"
             click.echo(f"{mark} {finding.name}: {finding.detail}" + ("" if finding.ok else f"\n     fix: {finding.fix}"))
     if not all(f.ok for f in findings):
         raise Failed("some checks failed")
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--scope", type=click.Choice(tokens.SCOPES), default="read", show_default=True)
+@click.option("--file", "path", type=click.Path(path_type=Path), default=None, help="[default: tokens in the state folder]")
+@click.option("--json", "as_json", is_flag=True)
+def token(name: str, scope: tokens.Scope, path: Path | None, as_json: bool) -> None:
+    """Make a bearer token for NAME. It is shown once; the file keeps its hash, and UNIMESH_TOKENS names it to a controller."""
+    place = path or default_state() / "tokens"
+    secret, kept = tokens.fresh(name, scope)
+    tokens.add(place, kept)
+    if as_json:
+        print_json({"name": name, "scope": scope, "token": secret, "file": str(place)})
+    else:
+        click.echo(secret)
+        click.echo(f"scope {scope}, kept in {place}; use it as UNIMESH_TOKEN", err=True)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes SHELL complete commands: add `eval "$(unimesh completion bash)"` to its start file."""
+    made = get_completion_class(shell)
+    assert made is not None
+    click.echo(made(cli, {}, "unimesh", "_UNIMESH_COMPLETE").source())
 
 
 @cli.command()

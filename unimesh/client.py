@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import httpx
@@ -18,21 +19,25 @@ class ApiError(Exception):
 class Api:
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=120)
+        token = os.environ.get("UNIMESH_TOKEN", "")
+        self.http = httpx.Client(base_url=url, timeout=120, headers={"Authorization": f"Bearer {token}"} if token else {})
 
     def get(self, path: str, **query: Any) -> Any:
-        return self._send("GET", path, params=query)
+        return self._send("GET", path, params=query).json()
+
+    def raw(self, path: str, **query: Any) -> bytes:
+        return self._send("GET", path, params=query).content
 
     def post(self, path: str, body: Any = None) -> Any:
-        return self._send("POST", path, json=body)
+        return self._send("POST", path, json=body).json()
 
-    def _send(self, method: str, path: str, **more: Any) -> Any:
+    def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:
             answer = self.http.request(method, path, **more)
         except httpx.HTTPError as error:
             raise ApiError(f"no controller answers at {self.url} ({error}): start one with `unimesh up`") from error
         if answer.is_success:
-            return answer.json()
+            return answer
         try:
             detail = answer.json().get("detail", answer.text)
         except ValueError:

@@ -11,10 +11,11 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
+from shared.wire.envelope import ENDED
 from unimesh.client import Api
 
-ENDED = ("done", "failed", "cancelled")
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -127,3 +128,70 @@ def jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(row["id"], row["name"], row["domain"], row["state"], f"{row['step']}/{row['steps']}", row["reason"][:60])
     return table
+
+
+def workers_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("name", "service", "state", "job", "restarts", "error")
+    for column in table.columns[:4]:
+        column.no_wrap = True
+    for row in rows:
+        table.add_row(row["name"], row["service"], row["state"], row["job"], str(row["restarts"]), row["error"])
+    return table
+
+
+def streams_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("job", "stage", "waiting", "in hand", "workers", "oldest")
+    for row in rows:
+        counts = (str(row[n]) for n in ("waiting", "in_hand", "workers"))
+        table.add_row(row["job"], row["stage"], *counts, f"{row['oldest_seconds']:.1f} s")
+    return table
+
+
+def steps_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The columns that any step has, in a fixed order."""
+    wanted = ("reward", "reward_std", "loss", "grad_norm", "length", "truncated", "groups_equal", "staleness", "lr")
+    names = [n for n in wanted if any(n in row for row in rows)]
+    stages = sorted({n for row in rows for n in row if n.startswith("seconds/")})
+    table = Table("step", *names, *(f"{n.removeprefix('seconds/')} s" for n in stages))
+    for row in rows:
+        table.add_row(str(row["step"]), *(_figure(row.get(n)) for n in names), *(_figure(row.get(n)) for n in stages))
+    return table
+
+
+def samples_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("step", "id", "reward", "advantage", "version", "status", "worker", "prompt", "completion")
+    for row in rows:
+        texts = (Text(row[n]) if row[n] is not None else Text("-", "dim") for n in ("prompt", "completion"))
+        parts = row["components"] if len(row["components"]) > 1 else {}
+        reward = "\n".join([_figure(row["reward"]), *(f"{n} {_figure(v)}" for n, v in parts.items())])
+        made = (_figure(row["advantage"]), _figure(row["version"]), row["status"], row["worker"])
+        table.add_row(str(row["step"]), row["id"], reward, *made, *texts)
+    return table
+
+
+def letters_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("id", "group", "stage", "errors", "error")
+    for row in rows:
+        table.add_row(row["id"], row["gid"], row["stage"], row["errors"], Text(row["error"].strip().splitlines()[-1][:200]))
+    return table
+
+
+def lineage_tree(groups: Sequence[dict[str, Any]]) -> Tree:
+    """Root, issues, samples: who made each, with which version, what it earned, and when it was trained."""
+    tree = Tree(groups[0]["root"] if groups else "nothing")
+    for group in groups:
+        seconds = group["ready_at"] - group["issued_at"]
+        scored = ", ".join(f"{n} by {w}" for n, w in group["scored_by"].items())
+        branch = tree.add(f"{group['gid']}  ready after {seconds:.2f} s  scored: {scored}")
+        branch.add(f"trained in step {group['step']}, record {group['seq']} of incarnation {group['incarnation']}")
+        for sample in group["samples"]:
+            made = f"part {sample['part']} {sample['track']} v{sample['version']} by {sample['worker']}"
+            earned = f"reward {_figure(sample['reward'])}  advantage {_figure(sample['advantage'])}"
+            branch.add(f"{sample['id']}  {made}, {sample['tokens']} tokens  {earned}")
+    return tree
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

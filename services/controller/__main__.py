@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import logging
 
 from shared.agent.process import guard_parent
@@ -24,6 +25,8 @@ def main() -> None:
     from shared.wire.client import RedisUnfit, check_server, connect
 
     settings = from_environment()
+    if settings.tokens is None and not (args.host == "localhost" or ipaddress.ip_address(args.host).is_loopback):
+        raise SystemExit(f"without tokens the API listens on loopback only, not on {args.host}: set UNIMESH_TOKENS")
     try:
         check_server(connect(settings.redis_url))
     except RedisUnfit as error:

@@ -30,6 +30,8 @@ class Wanted(msgspec.Struct, frozen=True):
     job: str
     role: Service
     track: str
+    component: str = ""
+    """What the worker must be able to run; empty: anything."""
 
 
 def assign(
@@ -44,8 +46,9 @@ def assign(
     changes: dict[str, Assignment | None] = {}
     open_places = list(wanted)
     for name, assignment in held.items():
-        place = Wanted(assignment.job, assignment.role, assignment.track)
-        if name in alive and place in open_places:
+        filled = (assignment.job, assignment.role, assignment.track)
+        place = next((p for p in open_places if (p.job, p.role, p.track) == filled), None)
+        if name in alive and place is not None:
             open_places.remove(place)
         else:
             changes[name] = None
@@ -54,11 +57,15 @@ def assign(
         key=lambda w: (w.since, w.name),
     )
     for place in open_places:
-        worker = next((w for w in free if w.service == place.role), None)
+        worker = next((w for w in free if w.service == place.role and able(w, place)), None)
         if worker is not None:
             free.remove(worker)
             changes[worker.name] = Assignment(id=fresh_id(), job=place.job, role=place.role, track=place.track)
     return changes
+
+
+def able(worker: Worker, place: Wanted) -> bool:
+    return not place.component or place.component in worker.components
 
 
 def read_workers(client: Any) -> list[Worker]:

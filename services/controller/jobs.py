@@ -14,13 +14,14 @@ from services.controller import lifecycles
 from services.controller.data.intake import BadPrompt, Intake
 from services.controller.data.order import DataOrder
 from services.controller.data.sources import Source, open_source
-from services.controller.lifecycles.state import Plan
+from services.controller.lifecycles.state import Plan, Root
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, Recipe
 from shared.config.settings import Settings
 from shared.types.params import ARSamplingParams
 from shared.weights.locate import ModelFiles, locate
 from shared.wire.codec import pack, unpack
+from shared.wire.envelope import ENDED
 from shared.wire.hops import meta_fields
 from shared.wire.keys import JOBS, JobKeys, idempotency
 
@@ -129,9 +130,10 @@ def _check_records(source: Source, intake: Intake, at: str, targets: bool) -> No
     for row in range(min(source.size or 16, CHECKED_RECORDS)):
         try:
             record = source.get(row)
-            intake.prompt(record)
             if targets:
-                intake.target(record)
+                intake.pair(record)
+            else:
+                intake.prompt(record)
         except BadPrompt as error:
             legal = f"1 to {intake.limit} tokens" if intake.limit else "at least 1 token"
             problems.append(Problem(field=f"{at} record {row + 1}", message=str(error), legal=legal))
@@ -150,17 +152,31 @@ def _warnings(plan: Plan, job: Job) -> list[str]:
 
 
 def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
-    """Writes a prepared job; the id of an earlier submission with the same key wins."""
+    """Writes a prepared job; the id of an earlier submission with the same key wins. Safe to break off anywhere: it shows in
+    the list last, and a repetition with the key finishes what another had begun.
+    """
     doc, keys = job.doc, job.keys
-    if idempotency_key is not None and not client.set(idempotency(idempotency_key), doc.id, nx=True, ex=86400):
-        return str(client.get(idempotency(idempotency_key)).decode())
-    summary = {"name": doc.recipe["name"], "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps}
     with client.pipeline(transaction=True) as pipe:
         pipe.set(keys.doc, pack(doc))
         pipe.hset(keys.meta, mapping=meta_fields(1, doc.plan.route, doc.plan.scorers))
         pipe.execute()
-    client.hset(JOBS, doc.id, pack(summary))
+    if idempotency_key is not None and not client.set(idempotency(idempotency_key), doc.id, nx=True, ex=86400):
+        client.delete(keys.doc, keys.meta)
+        first = client.get(idempotency(idempotency_key)).decode()
+        doc = load_doc(client, first) or doc
+    summary = {"name": doc.recipe["name"], "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps}
+    client.hsetnx(JOBS, doc.id, pack(summary))
     return doc.id
+
+
+def active(client: Any) -> list[str]:
+    """Jobs that have not ended."""
+    jobs = [raw.decode() for raw in client.hkeys(JOBS)]
+    with client.pipeline(transaction=False) as pipe:
+        for job in jobs:
+            pipe.hget(JobKeys(job).state, "snapshot")
+        snapshots = pipe.execute()
+    return [j for j, packed in zip(jobs, snapshots, strict=True) if packed is None or unpack(packed, Root).phase not in ENDED]
 
 
 def load_doc(client: Any, job: str) -> JobDoc | None:

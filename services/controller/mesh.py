@@ -11,13 +11,13 @@ import redis
 
 from services.controller.assignment import Registry, Wanted
 from services.controller.jobs import JobDoc, load_doc, open_job
-from services.controller.lifecycles.state import ENDED, Root
+from services.controller.lifecycles.state import Root
 from services.controller.runner import Runner
 from shared.config.problems import BadInput
 from shared.config.settings import Settings
 from shared.wire.client import AWAY
 from shared.wire.codec import pack, unpack
-from shared.wire.envelope import Failure
+from shared.wire.envelope import ENDED, Failure
 from shared.wire.keys import JOBS, JobKeys
 
 log = logging.getLogger(__name__)
@@ -115,9 +115,10 @@ class Mesh:
 
 
 def places_of(doc: JobDoc) -> list[Wanted]:
-    found = [Wanted(doc.id, "trainer", "")]
+    found = [Wanted(doc.id, "trainer", "", doc.recipe["algorithm"]["name"])]
+    engine = doc.recipe["rollout"]["engine"]["name"] if doc.plan.route else ""
     for stage in doc.plan.route:
         service, _, track = stage.partition(".")
         if service == "rollout":
-            found += [Wanted(doc.id, "rollout", track)] * int(doc.recipe["placement"]["rollout"])
+            found += [Wanted(doc.id, "rollout", track, engine)] * int(doc.recipe["placement"]["rollout"])
     return found

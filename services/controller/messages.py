@@ -10,7 +10,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from services.controller.data.intake import BadPrompt
+from services.controller.data.intake import BadPrompt, Prompt
 from services.controller.jobs import Job
 from services.controller.lifecycles.state import (
     Append,
@@ -35,7 +35,7 @@ from shared.types.segments import TextSegment
 from shared.wire import codec
 from shared.wire.bodies import REDIS_LIMIT, BodyStore
 from shared.wire.codec import pack
-from shared.wire.envelope import Envelope, LogEntry, PartHead, SliceHead, TrainSlice, envelope_fields
+from shared.wire.envelope import Envelope, GroupNote, LogEntry, PartHead, SliceHead, TrainSlice, envelope_fields
 from shared.wire.keys import GROUP
 from shared.wire.scripts import Write, hset, send, xadd
 
@@ -49,6 +49,8 @@ class Request(NamedTuple):
     error: str
     slices: tuple[tuple[tuple[int, int], Sample, list[codec.Buffer]], ...]
     """(siblings, Sample, body) of each message."""
+    pair: tuple[Prompt, list[int]] | None = None
+    """Without a rollout: the prompt and its target's tokens."""
 
 
 def _body(sample: Sample) -> list[codec.Buffer]:
@@ -121,7 +123,7 @@ class Writer:
 
     def _take(self, group: Group, keep: bool = False) -> Request:
         """The group's request, built ahead or now. `keep`: it will be asked for again."""
-        if group.kind == "eval" or not self.plan.route:
+        if group.kind == "eval":
             return self._build(group.kind, group.draw)
         found = self.prepared.get(group.draw)
         if found is None:
@@ -137,11 +139,11 @@ class Writer:
         assert data is not None
         record = data.source.get(data.order.place(draw)[1])
         try:
+            if params is None:
+                return Request("", (), data.intake.pair(record))
             prompt = data.intake.prompt(record)
         except BadPrompt as error:
             return Request(str(error), ())
-        if params is None:
-            return Request("", ())
         n = self.plan.group_size if kind == "train" else 1
         root = data.order.root(draw) if kind == "train" else EVAL_ROOT
         whole = Sample.request(
@@ -216,16 +218,16 @@ class Writer:
             incarnation=after.root.incarnation,
             kind=command.kind,
             slices=tuple(slices),
+            step=after.root.batches + 1 if command.kind == "train" else 0,
+            groups=tuple(map(_note, command.groups)) if self.plan.route else (),
             state=pack(cut(after)) if command.kind == "checkpoint" else b"",
         )
         return [*out, xadd(self.keys.log, {"e": pack(entry)}, f"{command.seq}-0")]
 
     def _records(self, groups: Sequence[Group]) -> tuple[TrainSlice, list[Write]]:
         """sft: the batch's prompts and targets as one body; the trainer builds the loss from them."""
-        intake = self.job.train.intake
-        rows = [self.job.train.source.get(self.job.train.order.place(g.draw)[1]) for g in groups]
-        prompts = [intake.prompt(r) for r in rows]
-        targets = [intake.target(r) for r in rows]
+        pairs = [pair for g in groups if (pair := self._take(g).pair) is not None]
+        prompts, targets = [prompt for prompt, _ in pairs], [target for _, target in pairs]
         roots = tuple(g.gid.rpartition("#")[0] for g in groups)
         inputs = Part(
             sample_ids=roots,
@@ -305,6 +307,17 @@ class Writer:
             "reward": run.total / good if good else None,
             "previews": previews,
         }
+
+
+def _note(group: Group) -> GroupNote:
+    return GroupNote(
+        gid=group.gid,
+        slices=len(group.slices or ()),
+        issued_at=group.issued_at,
+        ready_at=group.ready_at,
+        components=group.components,
+        scored_by=group.scored_by,
+    )
 
 
 def snapshot(state: State) -> bytes:

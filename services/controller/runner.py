@@ -14,14 +14,15 @@ import redis
 
 from services.controller.jobs import Job
 from services.controller.lifecycles.core import advance, missing
-from services.controller.lifecycles.state import ENDED, BadRecord, Command, Event, Group, Restore, Root, State, Tick
+from services.controller.lifecycles.state import BadRecord, Command, Covered, Event, Group, Restore, Root, State, Tick
 from services.controller.messages import Writer, snapshot
+from services.controller.records import Recorder, Records
 from services.controller.restore import restored
 from shared.config.settings import Settings
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, answered
 from shared.wire.codec import unpack
-from shared.wire.envelope import read_event
+from shared.wire.envelope import ENDED, read_event
 from shared.wire.errors import WireError
 from shared.wire.keys import GROUP
 from shared.wire.scripts import Entry, Scripts, Write, ensure_group, new_revision, no_group, text, xadd
@@ -48,6 +49,15 @@ class Runner:
         self.token, self.lease_ms = uuid4().hex, lease_ms
         self.backend = open_bodies(settings.bodies, job.doc.id)
         self.writer = Writer(job, BodyStore(self.client, self.keys, self.backend))
+        logging_section = job.recipe.logging
+        self.recorder = Recorder(
+            connect(),
+            self.keys,
+            BodyStore(connect(), self.keys, self.backend),
+            Records(settings.records(job.doc.id)),
+            logging_section.texts,
+            logging_section.keep_steps,
+        )
         self.stopping = threading.Event()
         self.claim_at = 0.0
         self.extend_at = 0.0
@@ -58,8 +68,10 @@ class Runner:
         try:
             while not self.stopping.is_set():
                 try:
-                    if self.scripts.lease(self.keys.lease, self.token, self.lease_ms, take=True) == "MINE" and self._hold():
-                        return
+                    if self.scripts.lease(self.keys.lease, self.token, self.lease_ms, take=True) == "MINE":
+                        with self.recorder.running():
+                            if self._hold():
+                                return
                 except AWAY as error:
                     log.warning("job %s: Redis is away (%s)", self.job.doc.id, error)
                 self.stopping.wait(0.2)
@@ -131,6 +143,8 @@ class Runner:
             return None
         if not entries and not commands and after.root is state.root:
             return (revision, state) if self._extended() and self._current(revision) else None
+        if any(isinstance(c, Covered) for c in commands):
+            self.recorder.flush()
         writes = self.writer.writes(state, after, commands)
         writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]
         self.refused.clear()

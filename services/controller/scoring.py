@@ -40,6 +40,7 @@ def scored(plan: Plan, group: Group, event: Completed, now: float, order: int) -
         slices=heads,
         rewards=tuple(rewards.tolist()),
         components=components,
+        scored_by={n: s.worker for n, s in event.slices[0].scores.items()},
         reward_seconds=max(h.seconds for s in event.slices for h in s.scores.values()),
         ready_at=now,
         order=order,

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 from shared.agent.agent import Agent, main
 from shared.agent.process import guard_parent
-from shared.config.settings import from_environment
+from shared.config import specs
+from shared.config.settings import Settings, from_environment
+
+
+def make(settings: Settings) -> Agent:
+    served = tuple(n for n in os.environ.get("UNIMESH_SCORERS", "").split(",") if n) or tuple(specs.names("scorer"))
+    return Agent("reward", settings, "services.reward.child", served, assigned=False)
+
 
 if __name__ == "__main__":
     guard_parent()
-    main(lambda settings: Agent("reward", settings, "services.reward.child", assigned=False), from_environment())
+    main(make, from_environment())

@@ -21,12 +21,10 @@ from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, connect
 from shared.wire.codec import pack
 from shared.wire.consumer import Consumer, Policy
-from shared.wire.envelope import Failure
+from shared.wire.envelope import ENDED, Failure
 from shared.wire.keys import JOBS, JobKeys
 
 log = logging.getLogger(__name__)
-
-ENDED = ("done", "failed", "cancelled")
 
 
 class Stream:

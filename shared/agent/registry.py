@@ -37,7 +37,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why the last child ended; empty if none failed."""
     components: tuple[str, ...] = ()
-    """Engines or scorers that it can run."""
+    """Engines, scorers or algorithms that it can run."""
     threads: int = 1
     beat: float = 0.0
     """time.time() of the last beat."""

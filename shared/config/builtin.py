@@ -50,6 +50,82 @@ class ReasoningGym(Params):
     """Group 1 of its last match in the completion is graded; None grades the whole completion."""
 
 
+class Contains(Params):
+    field: str = "answer"
+    """Metadata field that holds what must stand in the completion."""
+    text: str | None = None
+    """The same text for all rows, in place of the field."""
+    ignore_case: bool = False
+
+
+class MultipleChoice(Params):
+    field: str = "answer"
+    """Metadata field that holds the letter A-D, or 1-4."""
+    mode: Literal["plain", "phrase", "tag", "graded"] = "plain"
+    """How the letter may be given: anywhere; by a tag or a phrase; `<answer>` tags only; anyhow, but half without a tag."""
+
+
+class MathVerify(Params):
+    field: str = "answer"
+    """Metadata field that holds the answer in LaTeX or plain text."""
+
+
+class JsonSchema(Params):
+    json_schema: dict[str, Any]
+    """Of the draft that its `$schema` names, else 2020-12."""
+    fenced: bool = True
+    """The last fenced block counts if there is one, else the whole completion."""
+
+
+class Asking(Params):
+    """How another service is asked over HTTP."""
+
+    key_variable: str | None = pydantic.Field(None, pattern=r"^UNIMESH_KEY_[A-Z0-9_]+$")
+    """Environment variable of the reward service that holds the bearer token: the token itself never stands in a recipe, and a
+    recipe can name no other variable."""
+    timeout_s: float = pydantic.Field(60.0, gt=0)
+    """For one request."""
+    attempts: int = pydantic.Field(3, ge=1)
+    """Only 408, 425, 429, 5xx, time-outs and broken connections are tried again."""
+    concurrency: int = pydantic.Field(8, ge=1)
+    requests_per_minute: float | None = pydantic.Field(None, gt=0)
+
+
+class LlmJudge(Asking):
+    base_url: str = pydantic.Field(..., pattern=r"^https?://\S+$")
+    """Of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1."""
+    model: str
+    system: str = ""
+    template: str = (
+        "Rate the answer to the question from 0 to 10.\n\nQuestion:\n{prompt}\n\nAnswer:\n{completion}\n\n"
+        "Reply with `Score: ` and the number alone."
+    )
+    """`{prompt}`, `{completion}` and `{metadata}` are filled in."""
+    score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    """Group 1 of its last match is the score."""
+    least: float = 0.0
+    most: float = 10.0
+    """The score is scaled from this range to 0 … 1; one outside of it is a failure."""
+    temperature: float = 0.0
+    max_tokens: int = pydantic.Field(64, ge=1)
+    tokens_per_minute: float | None = pydantic.Field(None, gt=0)
+
+    @pydantic.model_validator(mode="after")
+    def _range(self) -> LlmJudge:
+        if not self.least < self.most:
+            raise ValueError(f"least {self.least:g} must be below most {self.most:g}")
+        return self
+
+
+class RemoteHttp(Asking):
+    url: str = pydantic.Field(..., pattern=r"^https?://\S+$")
+    scorer: str = ""
+    """Name of the scorer at the other side, if it has several."""
+    version: str | None = None
+    """Pinned: an answer of another version is a failure."""
+    rows_per_request: int = pydantic.Field(64, ge=1)
+
+
 class Engine(Params):
     max_batch_rows: int = pydantic.Field(1024, ge=1)
     """Most sequences generated at once."""
@@ -100,6 +176,12 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("scorer", "regex", RegexFormat, "1 if the completion matches a pattern, else 0", {"isolated": True}),
     ("scorer", "length", Length, "1 at a target length, falling on both sides", {}),
     ("scorer", "reasoning_gym", ReasoningGym, "the data set's own grader", {"isolated": True}),
+    ("scorer", "contains", Contains, "1 if the completion contains a text, else 0", {}),
+    ("scorer", "multiple_choice", MultipleChoice, "the chosen letter against the answer", {}),
+    ("scorer", "math_verify", MathVerify, "1 if both sides are the same mathematics, else 0", {"isolated": True}),
+    ("scorer", "json_schema", JsonSchema, "1 if the completion is JSON that fits a schema, else 0", {"isolated": True}),
+    ("scorer", "llm_judge", LlmJudge, "a language model's rating, scaled to 0 … 1", {}),
+    ("scorer", "remote_http", RemoteHttp, "a scorer that runs elsewhere", {}),
     ("engine", "transformers", Engine, "Hugging Face transformers, batched, with a KV cache", {"torch": True}),
     ("source", "jsonl", Jsonl, "one JSON object a line", {"files": ("path",)}),
     ("source", "sorting", Sorting, "sort the digits", {}),

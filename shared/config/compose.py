@@ -18,6 +18,13 @@ def listed(folder: Path = FOLDER) -> list[str]:
     return sorted(name for name in found if not name.startswith("_"))
 
 
+def text_of(name: str, folder: Path = FOLDER) -> str:
+    """The recipe's file. BadInput for an unknown name."""
+    if name not in listed(folder):
+        raise unknown("recipe", name, listed(folder), "unknown recipe")
+    return (folder / f"{name}.yaml").read_text()
+
+
 def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> dict[str, Any]:
     """The recipe as a plain document. BadInput for an unknown name, a bad override, or a resolver that reads the host."""
     from hydra import compose as hydra_compose

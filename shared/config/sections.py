@@ -157,6 +157,10 @@ class Eval(Section):
 class Logging(Section):
     previews: int = Field(3, ge=0, le=64)
     """Evaluation samples kept with their text."""
+    texts: int = Field(4, ge=0)
+    """Groups of each step whose text is kept for people."""
+    keep_steps: int = Field(1000, ge=1)
+    """Steps whose samples are kept for people."""
 
 
 class Recipe(Section):

@@ -25,12 +25,18 @@ class Settings:
     """Folder for the children's output; None: this process's own."""
     lease_s: float = 15.0
     """How long a silent worker keeps what it holds: leases on messages, on jobs, and its registration follow it."""
+    tokens: Path | None = None
+    """File of the HTTP API's bearer tokens; None: none is asked for, which is legal on loopback only."""
+    most_request_bytes: int = 16 << 20
 
     def weights(self, job: str) -> Path:
         return self.state / "jobs" / job / "weights"
 
     def checkpoints(self, job: str) -> Path:
         return self.state / "jobs" / job / "checkpoints"
+
+    def records(self, job: str) -> Path:
+        return self.state / "jobs" / job / "samples.sqlite"
 
     def allowed(self, path: str, field: str) -> Path:
         """The path, resolved; BadInput unless it exists below a configured root."""
@@ -64,4 +70,6 @@ def from_environment() -> Settings:
         threads=int(os.environ.get("UNIMESH_THREADS", "0")) or max(1, os.cpu_count() or 1),
         logs=Path(logs) if logs else None,
         lease_s=float(os.environ.get("UNIMESH_LEASE_S", "15")),
+        tokens=Path(tokens) if (tokens := os.environ.get("UNIMESH_TOKENS")) else None,
+        most_request_bytes=int(os.environ.get("UNIMESH_MOST_REQUEST_BYTES", str(16 << 20))),
     )

@@ -97,6 +97,20 @@ class TrainSlice(msgspec.Struct, frozen=True, kw_only=True):
     """None for Parts of domains without advantages."""
 
 
+class GroupNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What people want to know of a trained group besides its slices."""
+
+    gid: str
+    slices: int
+    """How many of the record's slices are its own, in order."""
+    issued_at: float = 0.0
+    ready_at: float = 0.0
+    components: dict[str, tuple[float, ...]] = {}
+    """By scorer, per row of the last generated Part."""
+    scored_by: dict[str, str] = {}
+    """The worker of each scorer (of the first slice)."""
+
+
 class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One record of the train log: a batch, or a control word."""
 
@@ -108,6 +122,10 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     kind: Literal["train", "evaluate", "checkpoint", "publish", "stop"]
     slices: tuple[TrainSlice, ...] = ()
+    step: int = 0
+    """train: the batch's number from 1 on."""
+    groups: tuple[GroupNote, ...] = ()
+    """train: the slices' groups, in order."""
     state: bytes = b""
     """checkpoint: the controller's state at this position."""
 
@@ -172,10 +190,16 @@ class RolledBack(msgspec.Struct, frozen=True, kw_only=True, tag="rolled_back"):
     detail: str
 
 
+ENDED = ("done", "failed", "cancelled")
+"""States that a job never leaves."""
+
+
 class Operator(msgspec.Struct, frozen=True, kw_only=True, tag="operator"):
     """A person's command, from the API."""
 
-    command: Literal["pause", "resume", "cancel", "checkpoint"]
+    command: Literal["pause", "resume", "cancel", "checkpoint", "evaluate", "reissue"]
+    gid: str = ""
+    """reissue: the dead group whose prompt is to be issued again."""
 
 
 Message = Trained | Published | Saved | Started | Dead | Failure | RolledBack | Operator

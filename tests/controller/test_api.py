@@ -66,9 +66,9 @@ def test_a_job_runs_to_its_end_and_shows_everything(api: httpx.Client, settings:
     steps = api.get(f"/v1/jobs/{job}/steps").json()
     assert [s["step"] for s in steps] == [1, 2, 3] and {"reward", "seconds/train", "groups_equal"} <= set(steps[0])
     assert api.get(f"/v1/jobs/{job}/steps", params={"since": 2}).json() == steps[2:]
-    [row] = api.get("/v1/jobs").json()
+    [row] = api.get("/v1/jobs").json()["jobs"]
     assert row["id"] == job and row["state"] == "done"
-    assert api.get("/v1/jobs", params={"state": "failed"}).json() == []
+    assert api.get("/v1/jobs", params={"state": "failed"}).json() == {"jobs": [], "next": None}
     kinds = [e["event"] for e in events(api, job)]
     assert kinds.count("step") == 3 and "note" in kinds
 
@@ -122,7 +122,7 @@ def test_a_bad_submission_is_a_problem_document_and_makes_nothing(api: httpx.Cli
     assert answer.status_code == 422 and answer.headers["content-type"] == "application/problem+json"
     body = answer.json()
     assert body["problems"][0]["field"] == "rollout.groupsize" and body["problems"][0]["nearest"] == "group_size"
-    assert api.get("/v1/jobs").json() == []
+    assert api.get("/v1/jobs").json()["jobs"] == []
 
 
 @pytest.mark.parametrize("body", [{}, {"recipe": "ar/sort", "document": {}}, {"recip": "x"}, {"document": 3}])
@@ -141,18 +141,18 @@ def test_dry_run_returns_the_plan_and_makes_nothing(api: httpx.Client, model_fol
     overrides = [f"model.path={model_folder}"]
     answer = api.post("/v1/jobs", json={"recipe": "ar/sort", "overrides": overrides, "dry_run": True})
     assert answer.status_code == 200 and answer.json()["plan"]["batch_size"] == 32
-    assert api.get("/v1/jobs").json() == []
+    assert api.get("/v1/jobs").json()["jobs"] == []
 
 
 def test_an_idempotency_key_makes_one_job(api: httpx.Client, model_folder: Path) -> None:
     headers, body = {"Idempotency-Key": "k"}, {"document": recipe(model_folder)}
     first, second = (api.post("/v1/jobs", json=body, headers=headers).json()["id"] for _ in range(2))
-    assert first == second and len(api.get("/v1/jobs").json()) == 1
+    assert first == second and len(api.get("/v1/jobs").json()["jobs"]) == 1
 
 
 def test_health(api: httpx.Client) -> None:
     assert api.get("/healthz").status_code == api.get("/readyz").status_code == 200
-    assert api.get("/v1/workers").json() == [] and "ar/sort" in api.get("/v1/recipes").json()
+    assert api.get("/v1/workers").json() == [] and "ar/sort" in {r["name"] for r in api.get("/v1/recipes").json()}
 
 
 def test_a_failed_scorer_and_poison_show_in_counts_and_dead_letters(
@@ -164,3 +164,47 @@ def test_a_failed_scorer_and_poison_show_in_counts_and_dead_letters(
     assert view["ledger"]["dead"] == 1 and view["dead_letters"] == 1
     [letter] = api.get(f"/v1/jobs/{job}/dead-letters").json()
     assert letter["gid"] == "sorting:0:1#0" and "poison" in letter["error"] and letter["stage"] == "rollout.policy:0"
+
+
+def test_jobs_come_in_pages(api: httpx.Client, model_folder: Path) -> None:
+    names = [f"job-{i}" for i in range(5)]
+    for name in names:
+        submit(api, recipe(model_folder, name=name))
+    found: list[str] = []
+    after: str | None = None
+    while True:
+        page = api.get("/v1/jobs", params={"limit": 2, **({"after": after} if after else {})}).json()
+        found += [row["name"] for row in page["jobs"]]
+        after = page["next"]
+        if after is None:
+            break
+    assert found == names[::-1]
+    assert [row["name"] for row in api.get("/v1/jobs", params={"name": "job-3"}).json()["jobs"]] == ["job-3"]
+    assert api.get("/v1/jobs", params={"after": "nobody"}).status_code == 422
+    assert api.get("/v1/jobs", params={"state": "nonsense"}).status_code == 422
+
+
+def test_what_may_be_named_is_listed_with_its_schema(api: httpx.Client) -> None:
+    recipes = {row["name"]: row for row in api.get("/v1/recipes").json()}
+    assert recipes["ar/sort"]["domain"] == "ar" and "GRPO" in recipes["ar/sort"]["about"]
+    one = api.get("/v1/recipes/ar/sort").json()
+    assert "batch_size: 32" in one["text"] and "rollout" in one["schema"]["properties"]
+    assert api.get("/v1/recipes/ar/nothing").status_code == 404
+    scorers = {c["name"]: c for c in api.get("/v1/components", params={"kind": "scorer"}).json()}
+    assert "pattern" in scorers["regex"]["parameters"]["properties"] and "grpo" not in scorers
+
+
+def test_streams_and_metrics_of_a_running_job(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
+    job = submit(api, recipe(model_folder, steps=400, name="seen"))
+    with Simulated(settings, job, delay=0.02):
+        deadline = time.monotonic() + 20
+        while api.get(f"/v1/jobs/{job}").json()["step"] < 3:
+            assert time.monotonic() < deadline
+        streams = api.get("/v1/streams").json()
+        assert {s["stage"] for s in streams} == {"rollout.policy", "reward.exact", "inbox"} and streams[0]["workers"] == 1
+        text = api.get("/metrics").text
+        api.post(f"/v1/jobs/{job}/cancel")
+        until(api, job, "cancelled")
+    assert f'unimesh_job_step{{job="{job}",name="seen"}}' in text and 'unimesh_jobs{state="running"} 1.0' in text
+    assert 'figure="reward"' in text and 'fate="trained"' in text and 'stage="reward.exact"' in text
+    assert api.get("/v1/streams").json() == []

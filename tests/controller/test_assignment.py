@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
+import msgspec
+
 from services.controller.assignment import Wanted, assign
 from shared.agent.registry import Assignment, Worker
 
@@ -45,6 +47,13 @@ def test_an_ended_job_frees_its_worker_for_the_next_at_once() -> None:
 
 def test_services_do_not_stand_in_for_each_other_and_draining_workers_get_nothing() -> None:
     assert changes([worker("t", "trainer"), worker("x", state="draining")], {}, [A]) == {}
+
+
+def test_a_worker_gets_only_what_it_can_run() -> None:
+    place = Wanted("a", "rollout", "policy", "diffusers")
+    able = msgspec.structs.replace(worker("y", since=1), components=("diffusers", "transformers"))
+    assert changes([worker("x"), able], {}, [place]) == {"y": "a"}
+    assert changes([able], {"y": held("y", "a")}, [place]) == {}
 
 
 def test_two_places_of_one_kind_take_two_workers() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from services.controller.lifecycles.admission import launch
 from services.controller.lifecycles.core import advance, balanced, ledger
 from services.controller.lifecycles.state import (
-    ENDED,
     Append,
     BadRecord,
     Branch,
@@ -32,6 +31,7 @@ from services.controller.lifecycles.state import (
 from services.controller.restore import cut, from_cut
 from shared.types.ids import root_id
 from shared.wire.envelope import (
+    ENDED,
     BodyRef,
     Completed,
     Dead,
@@ -354,6 +354,17 @@ def test_a_bad_prompt_is_dead_and_replaced_by_the_next() -> None:
     gid = sorted(world.flights)[0]
     world.send(BadRecord(gid, "too long"))
     assert world.state.root.dead == 1 and len(world.flights) == 3 and gid not in world.flights
+
+
+def test_a_job_whose_groups_all_die_fails_with_the_last_error() -> None:
+    world = started(steps=100)
+    while phase(world) == "running" and world.state.root.dead < 1000:
+        gid = sorted(world.flights)[0]
+        if world.state.root.dead == 42:  # one that gets through: the count starts again
+            world.send(world.completed(world.flights[gid]))
+        world.send(*(Dead(gid=g, stage="rollout.policy", error="no such layer") for g in sorted(world.flights)))
+    root = world.state.root
+    assert phase(world) == "failed" and "no such layer" in root.reason and 64 + 42 <= root.dead < 64 + 42 + 6
 
 
 def test_sft_issues_records_that_are_ready_and_publishes_at_the_end_only() -> None:

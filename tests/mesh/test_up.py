@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -39,6 +40,17 @@ def test_a_mesh_by_its_commands(mesh: Mesh, model_folder: Path) -> None:
     job = run.stdout.split("job ", 1)[1].split()[0]
     assert job in unimesh(mesh.state, "jobs").stdout and '"state": "done"' in unimesh(mesh.state, "jobs", "--json").stdout
     assert "done" in unimesh(mesh.state, "watch", job).stdout
+    answered: dict[str, Any] = {}
+    for words in (["steps", job], ["samples", job], ["workers"], ["status"], ["dead-letters", job], ["recipes"], ["jobs"]):
+        shown = unimesh(mesh.state, *words)
+        assert shown.returncode == 0 and shown.stdout.strip(), (words, shown.stderr)
+        answered[words[0]] = json.loads(unimesh(mesh.state, *words, "--json").stdout)
+    assert [s["step"] for s in answered["steps"]] == [1, 2] and len(answered["samples"]) == 8
+    sample = answered["samples"][0]
+    assert sample["id"] in unimesh(mesh.state, "lineage", job, sample["gid"]).stdout
+    assert sample["worker"] in unimesh(mesh.state, "samples", job, "--step", "2", "--limit", "1").stdout
+    refused = unimesh(mesh.state, "pause", job)
+    assert refused.returncode == 2 and "is done: it takes no commands" in refused.stderr
     workers = unimesh(mesh.state, "workers").stdout
     assert all(service in workers for service in ("rollout", "reward", "trainer")), workers
     doctor = unimesh(mesh.state, "doctor")

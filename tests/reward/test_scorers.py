@@ -184,3 +184,20 @@ def test_a_scorer_sees_prompt_text_metadata_and_truncation() -> None:
         ("Q", "d", True, 2),
     ]
     assert found[0].metadata == {"answer": 1} and found[2].metadata == {}
+
+
+def test_contains() -> None:
+    rows = (row("it is 12.", answer="12"), row("ABC", answer="b"), row("x"))
+    assert scores("contains", {}, *rows) == [1.0, 0.0, None]
+    assert scores("contains", {"ignore_case": True}, *rows)[1] == 1.0
+    assert scores("contains", {"text": "x"}, *rows) == [0.0, 0.0, 1.0]
+
+
+def test_json_schema() -> None:
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    fenced = 'Here:\n```json\n{"a": "x"}\n```\nbetter:\n```\n{"a": 2}\n```'
+    rows = (row('{"a": 1}'), row('{"a": 1.5}'), row("{"), row(fenced), row("null"))
+    assert scores("json_schema", {"json_schema": schema}, *rows) == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert scores("json_schema", {"json_schema": schema, "fenced": False}, row(fenced)) == [0.0]
+    with pytest.raises(BadInput, match="no JSON schema"):
+        load("json_schema", {"json_schema": {"type": "nonsense"}})

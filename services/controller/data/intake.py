@@ -116,12 +116,16 @@ class Intake:
         except TemplateError as error:
             raise BadPrompt(f"the chat template refused the messages: {error}") from error
 
-    def target(self, record: Record) -> list[int]:
-        """The target's tokens and one end-of-sequence token. BadPrompt without a target, or if it does not fit."""
+    def pair(self, record: Record) -> tuple[Prompt, list[int]]:
+        """The prompt, the target's tokens and one end-of-sequence token. BadPrompt without a target, or if both do not fit."""
         if record.target is None:
             raise BadPrompt("the record has no target text: set data.source.params.target")
-        tokens = [*self.tokenizer.encode(record.target, add_special_tokens=False).ids, *self.stop_tokens[:1]]
-        return tokens
+        prompt = self.prompt(record)
+        target = [*self.tokenizer.encode(record.target, add_special_tokens=False).ids, *self.stop_tokens[:1]]
+        if self.context is not None and len(prompt.tokens) + len(target) > self.context:
+            size = f"{len(prompt.tokens)} + {len(target)} tokens"
+            raise BadPrompt(f"prompt and target have {size}: the model's context is {self.context}")
+        return prompt, target
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

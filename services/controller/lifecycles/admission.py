@@ -39,4 +39,5 @@ def publish_due(plan: Plan, root: Root, last: bool) -> bool:
     """Whether the batch being formed is followed by a publish."""
     if plan.publish_at_end_only:
         return last
-    return last or batches_since_sync(root) + 1 >= plan.sync_interval
+    evaluated = bool(plan.eval_every and (root.batches + 1) % plan.eval_every == 0)  # what is evaluated must be in the store
+    return last or evaluated or batches_since_sync(root) + 1 >= plan.sync_interval

@@ -14,7 +14,6 @@ import msgspec
 
 from services.controller.lifecycles import admission, evaluation
 from services.controller.lifecycles.state import (
-    ENDED,
     Append,
     BadRecord,
     Close,
@@ -35,6 +34,7 @@ from services.controller.lifecycles.state import (
 from services.controller.scoring import batch_stats, scored
 from shared.types.ids import group_id
 from shared.wire.envelope import (
+    ENDED,
     Completed,
     Dead,
     Failure,
@@ -47,6 +47,8 @@ from shared.wire.envelope import (
     Trained,
 )
 
+MOST_DYING = 64
+"""Where so many groups die one after the other (and four batches), what is wrong is not the prompts."""
 RootOf = Callable[[int], str]
 """Root id of a draw number: a pure function of the data order."""
 
@@ -109,7 +111,7 @@ class Transition:
         if group is None or group.slices is not None:
             return
         ready = scored(self.plan, group, event, self.now, self.root.completed)
-        self.set(completed=self.root.completed + 1)
+        self.set(completed=self.root.completed + 1, dying=0)
         if group.kind == "eval":
             evaluation.collect(self, ready)
             return
@@ -131,7 +133,10 @@ class Transition:
             evaluation.failed(self, group)
             return
         self.close([group], in_flight=True)
-        self.set(dead=self.root.dead + 1, dead_draws=(*self.root.dead_draws, group.draw))
+        dying = self.root.dying + 1
+        self.set(dead=self.root.dead + 1, dead_draws=(*self.root.dead_draws, group.draw), dying=dying)
+        if dying >= max(MOST_DYING, 4 * self.plan.batch_size):
+            self.end("failed", f"the last {dying} groups all died, the last one of: {error}")
 
     def drop(self, group: Group, reason: str) -> None:
         """The prompt is issued again; its last issue ends as dead, not as dropped."""
@@ -173,6 +178,7 @@ class Transition:
         self.set(
             records=tuple(r for r in self.root.records if r is not record),
             batches=batch,
+            dying=0,
             trained=self.root.trained + len(record.gids),
             current=dict(event.versions),
             unsynced=unsynced,
@@ -224,9 +230,24 @@ class Transition:
             self.end("cancelled", "cancelled by the operator")
         elif event.command == "checkpoint":
             self.wants_checkpoint = True
+        elif event.command == "evaluate":
+            evaluation.on_demand(self)
+        elif event.command == "reissue":
+            self.reissue(event.gid)
         else:
             self.set(paused=event.command == "pause")
             self.commands.append(Note("info", f"job {event.command}d by the operator"))
+
+    def reissue(self, gid: str) -> None:
+        """The dead group keeps its fate; its prompt comes back under the next issue number."""
+        root, _, issue = gid.partition("#")
+        draw = next((d for d in self.root.dead_draws if self.root_of(d) == root), None)
+        if draw is None or not issue.isdigit():
+            self.commands.append(Note("warning", f"{gid} is not dead (or was issued again): nothing to issue"))
+            return
+        left = tuple(d for d in self.root.dead_draws if d != draw)
+        self.set(dead_draws=left, again=(*self.root.again, (draw, int(issue) + 1)))
+        self.commands.append(Note("info", f"{gid}: its prompt is issued again"))
 
     def failure(self, event: Failure) -> None:
         self.commands.append(Note("error" if event.fatal else "warning", f"{event.origin}: {event.error}"))

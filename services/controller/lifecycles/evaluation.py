@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.controller.lifecycles.state import EvalRun, Evaluated, Group, Issue
+from services.controller.lifecycles.state import EvalRun, Evaluated, Group, Issue, Note
 from shared.types.ids import group_id, root_id
 from shared.wire.envelope import Need
 
@@ -31,11 +32,20 @@ def at_end(step: Transition) -> None:
         begin(step, "end")
 
 
-def begin(step: Transition, tag: str) -> None:
-    """Issues the whole suite at the versions that are current: published, or about to be."""
+def on_demand(step: Transition) -> None:
+    """At the newest published version; once for each step."""
+    if step.plan.eval_size and step.root.phase == "running":
+        begin(step, f"asked-{step.root.batches}", step.root.published)
+    else:
+        step.commands.append(Note("warning", "an evaluation was asked for: there is no suite, or the job does not run (yet)"))
+
+
+def begin(step: Transition, tag: str, at: Mapping[str, int] | None = None) -> None:
+    """Issues the whole suite at these versions (None: the current ones: published, or about to be)."""
     if tag in step.root.evaluated or any(run.tag == tag for run in step.root.evals):
         return
-    versions = {track: step.root.current.get(track, 0) for track in step.plan.tracks}
+    known = step.root.current if at is None else at
+    versions = {track: known.get(track, 0) for track in step.plan.tracks}
     needs = {track: Need("exactly", version) for track, version in versions.items()}
     run = EvalRun(tag=tag, step=step.root.batches, versions=versions, size=step.plan.eval_size)
     step.set(evals=(*step.root.evals, run))

@@ -9,7 +9,6 @@ import msgspec
 from shared.wire.envelope import BodyRef, Completed, Message, Need, SliceHead, Trained
 
 Phase = Literal["starting", "running", "finishing", "done", "failed", "cancelled"]
-ENDED = ("done", "failed", "cancelled")
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +83,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rewards: tuple[float, ...] = ()
     """Of the last generated Part, in the order of its ids."""
     components: dict[str, tuple[float, ...]] = {}
+    scored_by: dict[str, str] = {}
+    """The worker of each scorer (of the first slice)."""
     reward_seconds: float = 0.0
     ready_at: float = 0.0
     order: int = 0
@@ -157,6 +158,8 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Shelves below are gone."""
     evals: tuple[EvalRun, ...] = ()
     evaluated: tuple[str, ...] = ()
+    dying: int = 0
+    """Groups that died since one was completed or trained."""
     started_at: float = 0.0
     changed_at: float = 0.0
     """When a batch was last trained, or a phase entered."""

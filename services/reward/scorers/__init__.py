@@ -13,6 +13,12 @@ BUILTIN = {
     "regex": "services.reward.scorers.regex_format:RegexScorer",
     "length": "services.reward.scorers.length:LengthScorer",
     "reasoning_gym": "services.reward.scorers.reasoning_gym_grader:ReasoningGymScorer",
+    "contains": "services.reward.scorers.contains:ContainsScorer",
+    "multiple_choice": "services.reward.scorers.multiple_choice:MultipleChoiceScorer",
+    "math_verify": "services.reward.scorers.math_verify_scorer:MathVerifyScorer",
+    "json_schema": "services.reward.scorers.json_schema:JsonSchemaScorer",
+    "llm_judge": "services.reward.scorers.llm_judge:LlmJudgeScorer",
+    "remote_http": "services.reward.scorers.remote_http:RemoteHttpScorer",
 }
 
 

@@ -1,0 +1,101 @@
+"""Jobs over HTTP: submit, list, look, command."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pydantic
+from fastapi import APIRouter, Body, Header, Query
+from fastapi.responses import JSONResponse
+
+from services.controller import views
+from services.controller.api.core import Core
+from services.controller.jobs import create, prepare
+from services.controller.lifecycles.state import Phase
+from shared.config.compose import compose
+from shared.config.problems import bad
+from shared.wire.codec import pack
+from shared.wire.envelope import Operator
+from shared.wire.keys import JOBS, JobKeys
+
+
+class Submission(pydantic.BaseModel):
+    """Either a recipe of the controller's own folder with overrides, or a composed document."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    recipe: str | None = None
+    overrides: list[str] = []
+    document: dict[str, Any] | None = None
+    dry_run: bool = False
+
+    def composed(self) -> dict[str, Any]:
+        if (self.document is None) == (self.recipe is None):
+            raise bad("recipe", self.recipe, "give either a recipe or a document", "exactly one of them")
+        return compose(self.recipe or "", self.overrides) if self.document is None else self.document
+
+
+def jobs_router(core: Core) -> APIRouter:
+    router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+    @router.post("", status_code=201)
+    def submit(
+        submission: Annotated[Submission, Body()],
+        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    ) -> Any:
+        """Checks everything, then starts the job. `dry_run` returns the derived plan only."""
+        job = prepare(submission.composed(), core.settings)
+        plan = {"plan": msgspec.to_builtins(job.doc.plan), "warnings": list(job.doc.warnings)}
+        if submission.dry_run:
+            return JSONResponse({"id": None, **plan}, 200)
+        job_id = create(core.client, job, idempotency_key)
+        if core.mesh is not None:
+            core.mesh.wake.set()
+        return {"id": job_id, **plan}
+
+    @router.get("")
+    def jobs(
+        state: Phase | None = None,
+        name: str | None = None,
+        after: Annotated[str | None, Query(max_length=100, description="`next` of the page before")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> dict[str, Any]:
+        """Jobs, newest first."""
+        facts = {k.decode(): dict(msgspec.msgpack.decode(v)) for k, v in core.client.hgetall(JOBS).items()}
+        rows = views.summary(core.client, facts)
+        wanted = [r for r in rows if state in (None, r["state"]) and name in (None, r["name"])]
+        if after is not None:
+            places = [index for index, row in enumerate(wanted) if row["id"] == after]
+            if not places:
+                raise bad("after", after, "no job of this list", "the `next` of the page before")
+            wanted = wanted[places[0] + 1 :]
+        return {"jobs": wanted[:limit], "next": wanted[limit - 1]["id"] if len(wanted) > limit else None}
+
+    @router.get("/{job}")
+    def job(job: str) -> dict[str, Any]:
+        """State, step, rates, what it waits for, ledger, evaluations."""
+        return views.job_view(core.client, core.job(job))
+
+    @router.get("/{job}/recipe")
+    def recipe(job: str) -> dict[str, Any]:
+        """The validated document with its defaults, and the derived plan."""
+        doc = core.job(job)
+        return {"recipe": doc.recipe, "plan": msgspec.to_builtins(doc.plan)}
+
+    @router.post("/{job}/{command}", status_code=202)
+    def command(job: str, command: Literal["pause", "resume", "cancel", "checkpoint", "evaluate"]) -> dict[str, str]:
+        """Tells the job's runner; its effect shows in the job's state and events. 409 for a job that has ended."""
+        doc = core.running(job)
+        if command == "evaluate" and not doc.plan.eval_size:
+            raise bad("command", command, "the recipe has no eval section")
+        core.client.xadd(JobKeys(doc.id).inbox, {"e": pack(Operator(command=command))})
+        return {"id": job, "command": command}
+
+    @router.get("/{job}/steps")
+    def steps(job: str, since: int = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[dict[str, Any]]:
+        """Metrics of the steps after `since`."""
+        rows = core.client.xrange(JobKeys(core.job(job).id).steps)
+        return [s for s in (views.read_step(fields) for _, fields in rows) if s["step"] > since][:limit]
+
+    return router

@@ -1,0 +1,82 @@
+"""What a job trained on: samples with their rewards, lineage, dead letters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, HTTPException, Query, Response
+
+from services.controller import letters
+from services.controller.api.core import Core
+from services.controller.records import Records
+from shared.config.problems import bad
+from shared.wire.bodies import BodyStore, open_bodies
+from shared.wire.errors import BodyLost
+from shared.wire.keys import JobKeys
+
+
+def samples_router(core: Core) -> APIRouter:
+    router = APIRouter(prefix="/v1/jobs", tags=["samples"])
+
+    def records(job: str) -> Records:
+        return Records(core.settings.records(core.job(job).id))
+
+    @router.get("/{job}/samples")
+    def samples(
+        job: str,
+        step: Annotated[int | None, Query(ge=1)] = None,
+        status: Literal["ok", "truncated", "failed"] | None = None,
+        reward_min: float | None = None,
+        reward_max: float | None = None,
+        group: Annotated[str | None, Query(max_length=300)] = None,
+        after: Annotated[str | None, Query(max_length=400, description="`next` of the page before")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+    ) -> dict[str, Any]:
+        """Trained samples, the newest step first: rewards by component, advantage, version, worker, times, and some texts."""
+        found = records(job).samples(step, status, reward_min, reward_max, group, _cursor(after), limit)
+        last = found[-1] if len(found) == limit else None
+        return {"samples": found, "next": f"{last['step']}:{last['id']}" if last else None}
+
+    @router.get("/{job}/body", response_class=Response)
+    def body(job: str, group: Annotated[str, Query(max_length=300)], id: Annotated[str, Query(max_length=300)]) -> Response:
+        """The stored message (MessagePack) of the slice that a sample is part of. 410 once a checkpoint has swept it."""
+        doc = core.job(job)
+        ref = records(job).body(group, id)
+        if ref is None:
+            raise HTTPException(404, f"no trained sample {id!r} of group {group!r}")
+        store = BodyStore(core.client, JobKeys(doc.id), open_bodies(core.settings.bodies, doc.id))
+        try:
+            return Response(bytes(store.load(ref)), media_type="application/msgpack")
+        except BodyLost as error:
+            raise HTTPException(410, f"the message is gone: a checkpoint covers its step ({error})") from error
+
+    @router.get("/{job}/lineage")
+    def lineage(job: str, id: Annotated[str, Query(min_length=1, max_length=300)]) -> list[dict[str, Any]]:
+        """A root, group or sample: its issues, the worker and version of each Part, scores, advantage, log record and step."""
+        found = records(job).lineage(id)
+        if not found:
+            raise HTTPException(404, f"nothing that was trained is called {id!r} (or it is older than logging.keep_steps)")
+        return found
+
+    @router.get("/{job}/dead-letters")
+    def dead_letters(job: str, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
+        """Messages that no worker could do, with their errors; the newest last."""
+        return letters.listed(core.client, core.job(job).id, limit)
+
+    @router.post("/{job}/dead-letters/{letter}/{action}", status_code=202)
+    def settle(job: str, letter: str, action: Literal["reissue", "discard"]) -> dict[str, str]:
+        """Issues the prompt of a dead letter again, or throws the letter away."""
+        doc = core.running(job) if action == "reissue" else core.job(job)
+        letters.settle(core.client, doc.id, letter, action)
+        return {"id": job, "letter": letter, "action": action}
+
+    return router
+
+
+def _cursor(after: str | None) -> tuple[int, str] | None:
+    if after is None:
+        return None
+    step, _, name = after.partition(":")
+    if not step.isdigit() or not name:
+        raise bad("after", after, "no cursor", "the `next` of the page before")
+    return int(step), name

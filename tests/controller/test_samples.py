@@ -1,0 +1,121 @@
+"""What people see of what was trained: samples, lineage, dead letters; nothing is missing after a trim or a restart."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+
+from services.controller.records import Records
+from shared.config.settings import Settings
+from tests.conftest import recipe
+from tests.controller.test_api import api, submit, until  # noqa: F401  (the fixture)
+from tests.simulated import Simulated
+
+
+def pages(api: httpx.Client, job: str, **query: Any) -> list[dict[str, Any]]:  # noqa: F811
+    found: list[dict[str, Any]] = []
+    after: str | None = None
+    while True:
+        answer = api.get(f"/v1/jobs/{job}/samples", params={**query, **({"after": after} if after else {})}).json()
+        found += answer["samples"]
+        after = answer["next"]
+        if after is None:
+            return found
+
+
+def test_every_trained_sample_is_there(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    """Also those of steps whose log was trimmed at once: every step has a checkpoint."""
+    job = submit(api, recipe(model_folder, steps=12, train__checkpoint_every=1, logging={"texts": 1}))
+    with Simulated(settings, job):
+        until(api, job, "done")
+    found = pages(api, job, limit=7)
+    assert [(s["step"], s["id"]) for s in found] == sorted(((s["step"], s["id"]) for s in found), key=lambda k: (-k[0], k[1]))
+    assert len(found) == 12 * 2 * 2 and {s["step"] for s in found} == set(range(1, 13))
+    for sample in found:
+        assert sample["reward"] == sample["components"]["exact"] and sample["advantage"] is not None
+        assert sample["version"] == sample["step"] - 1 and sample["worker"] == "simulated" and sample["status"] == "ok"
+    texts = [s for s in found if s["completion"] is not None]
+    assert len(texts) == 12 * 2 and all(s["completion"] == "abc" and s["prompt"].endswith(">") for s in texts)
+    assert {s["reward"] for s in pages(api, job, reward_min=0.5)} == {1.0}
+    assert {s["step"] for s in pages(api, job, step=3)} == {3} and pages(api, job, status="truncated") == []
+    place = {"group": found[0]["gid"], "id": found[0]["id"]}
+    assert api.get(f"/v1/jobs/{job}/body", params=place).status_code == 410, "its step has a checkpoint"
+    assert api.get(f"/v1/jobs/{job}/body", params=place | {"id": "x"}).status_code == 404
+    [group] = api.get(f"/v1/jobs/{job}/lineage", params={"id": found[0]["gid"]}).json()
+    assert group["step"] == 12 and len(group["samples"]) == 2 and set(group["scored_by"]) == {"exact"}
+    [one] = api.get(f"/v1/jobs/{job}/lineage", params={"id": found[0]["id"]}).json()
+    assert [s["id"] for s in one["samples"]] == [found[0]["id"]]
+    for query in ({"id": "nobody"}, {"id": "nobody#0"}):
+        assert api.get(f"/v1/jobs/{job}/lineage", params=query).status_code == 404
+    wrong = api.get(f"/v1/jobs/{job}/samples", params={"after": "nonsense"})
+    assert wrong.status_code == 422 and wrong.json()["problems"][0]["field"] == "after"
+
+
+def test_only_so_many_steps_are_kept(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    job = submit(api, recipe(model_folder, steps=9, logging={"keep_steps": 4}))
+    with Simulated(settings, job):
+        until(api, job, "done")
+    assert {s["step"] for s in Records(settings.records(job)).samples(limit=1000)} == {6, 7, 8, 9}
+
+
+def test_a_message_is_shown_on_demand(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    job = submit(api, recipe(model_folder, steps=400))
+    with Simulated(settings, job, delay=0.02):
+        deadline = time.monotonic() + 20
+        while not (found := api.get(f"/v1/jobs/{job}/samples").json()["samples"]):
+            assert time.monotonic() < deadline
+        answer = api.get(f"/v1/jobs/{job}/body", params={"group": found[0]["gid"], "id": found[0]["id"]})
+        api.post(f"/v1/jobs/{job}/cancel")
+    assert answer.headers["content-type"] == "application/msgpack"
+    assert found[0]["id"] in repr(msgpack.unpackb(answer.content, strict_map_key=False)), "any reader opens it"
+
+
+def test_a_dead_letter_is_issued_again_or_thrown_away(
+    api: httpx.Client,  # noqa: F811
+    settings: Settings,
+    model_folder: Path,
+) -> None:
+    """Poison at first, then not: the prompt comes back under its next issue and is trained."""
+    sick = {2, 5}
+    job = submit(api, recipe(model_folder, steps=400, name="letters"))
+    with Simulated(settings, job, delay=0.01, poison=lambda row: row in sick):
+        deadline = time.monotonic() + 20
+        while len(letters := api.get(f"/v1/jobs/{job}/dead-letters").json()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert [x["gid"] for x in letters] == ["sorting:0:2#0", "sorting:0:5#0"] and "poison" in letters[0]["error"]
+        sick.clear()
+        assert api.post(f"/v1/jobs/{job}/dead-letters/{letters[0]['id']}/reissue").status_code == 202
+        assert api.post(f"/v1/jobs/{job}/dead-letters/{letters[1]['id']}/discard").status_code == 202
+        assert api.post(f"/v1/jobs/{job}/dead-letters/{letters[0]['id']}/reissue").status_code == 404
+        assert api.post(f"/v1/jobs/{job}/dead-letters/none/discard").status_code == 422
+        while (found := api.get(f"/v1/jobs/{job}/lineage", params={"id": "sorting:0:2"})).status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert [g["gid"] for g in found.json()] == ["sorting:0:2#1"]
+        api.post(f"/v1/jobs/{job}/cancel")
+        view = until(api, job, "cancelled")
+    assert view["ledger"]["dead"] == 2 and view["ledger"]["in_flight"] == 0 and view["dead_letters"] == 0
+    assert api.get(f"/v1/jobs/{job}/lineage", params={"id": "sorting:0:5"}).status_code == 404
+    refused = api.post(f"/v1/jobs/{job}/pause")
+    assert refused.status_code == 409 and "cancelled" in refused.json()["detail"]
+
+
+def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    suite = {"source": {"name": "sorting"}, "size": 3, "at": []}
+    job = submit(api, recipe(model_folder, steps=400, eval=suite))
+    with Simulated(settings, job, delay=0.01):
+        until(api, job, "running")
+        assert api.post(f"/v1/jobs/{job}/evaluate").status_code == 202
+        deadline = time.monotonic() + 20
+        while not (evals := api.get(f"/v1/jobs/{job}").json()["evals"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert evals[0]["tag"].startswith("asked-") and evals[0]["prompts"] == 3
+        api.post(f"/v1/jobs/{job}/cancel")
+    plain = submit(api, recipe(model_folder))
+    assert api.post(f"/v1/jobs/{plain}/evaluate").status_code == 422

@@ -1,0 +1,186 @@
+"""Commands that ask a mesh: jobs, samples, workers. Each prints for people, or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+import msgpack
+from rich.console import Console
+
+from shared.wire.envelope import ENDED
+from unimesh import show
+from unimesh.client import Api
+from unimesh.home import api_url
+
+ONE_PAGE = 50
+
+
+class Failed(click.ClickException):
+    """One readable paragraph on standard error; exit code 1."""
+
+
+def mesh_api() -> Api:
+    return Api(api_url())
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def end(view: dict[str, Any]) -> None:
+    if view["state"] != "done":
+        raise Failed(f"job {view['id']} {view['state']}: {view['reason']}")
+
+
+def put(value: Any, as_json: bool, table: Callable[[Any], Any]) -> None:
+    if as_json:
+        print_json(value)
+    else:
+        Console().print(table(value))
+
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what the API answered.")
+
+
+@click.command()
+@AS_JSON
+def status(as_json: bool) -> None:
+    """Show whether a mesh answers, its workers, and the jobs that run."""
+    api = mesh_api()
+    api.get("/readyz")
+    jobs = [job for job in api.get("/v1/jobs")["jobs"] if job["state"] not in ENDED]
+    found = {"api": api.url, "workers": api.get("/v1/workers"), "jobs": jobs, "streams": api.get("/v1/streams")}
+    if as_json:
+        print_json(found)
+        return
+    console = Console()
+    console.print(f"the mesh at {api.url} answers", highlight=False)
+    for table in (show.workers_table(found["workers"]), show.jobs_table(jobs), show.streams_table(found["streams"])):
+        console.print(table)
+
+
+@click.command()
+@click.argument("job")
+@AS_JSON
+def watch(job: str, as_json: bool) -> None:
+    """Watch a job: progress, reward, rates, stage times, what it waits for."""
+    api = mesh_api()
+    view = show.follow(api, job, Console(quiet=as_json))
+    if as_json:
+        print_json(view)
+    end(view)
+
+
+@click.command()
+@click.option("--state", default=None, help="Only those in this state.")
+@click.option("--name", default=None, help="Only those of this name.")
+@click.option("--limit", default=100, show_default=True)
+@AS_JSON
+def jobs(state: str | None, name: str | None, limit: int, as_json: bool) -> None:
+    """List jobs, newest first."""
+    query = {k: v for k, v in (("state", state), ("name", name), ("limit", limit)) if v is not None}
+    put(mesh_api().get("/v1/jobs", **query)["jobs"], as_json, show.jobs_table)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--since", default=0, help="Only steps after this one.")
+@AS_JSON
+def steps(job: str, since: int, as_json: bool) -> None:
+    """Print a job's steps: reward, loss, lengths, stage times."""
+    put(mesh_api().get(f"/v1/jobs/{job}/steps", since=since, limit=10_000), as_json, show.steps_table)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--step", type=int, default=None)
+@click.option("--status", type=click.Choice(["ok", "truncated", "failed"]), default=None)
+@click.option("--reward-min", type=float, default=None)
+@click.option("--reward-max", type=float, default=None)
+@click.option("--group", default=None, help="Only samples of this group id.")
+@click.option("--limit", default=20, show_default=True)
+@click.option("--raw", is_flag=True, help="Show each sample's stored message as a plain MessagePack reader sees it.")
+@AS_JSON
+def samples(job: str, limit: int, raw: bool, as_json: bool, **wanted: Any) -> None:
+    """Show what a job trained on: prompt, completion, rewards, advantage, version, worker."""
+    query = {k: v for k, v in wanted.items() if v is not None}
+    api = mesh_api()
+    found = api.get(f"/v1/jobs/{job}/samples", limit=limit, **query)["samples"]
+    if raw:
+        for sample in found:
+            body = api.raw(f"/v1/jobs/{job}/body", group=sample["gid"], id=sample["id"])
+            click.echo(f"{sample['id']}: {len(body)} bytes\n{msgpack.unpackb(body, strict_map_key=False)!r}")
+        return
+    put(found, as_json, show.samples_table)
+
+
+@click.command()
+@click.argument("job")
+@click.argument("name")
+@AS_JSON
+def lineage(job: str, name: str, as_json: bool) -> None:
+    """Show where a root, group or sample NAME came from and what became of it."""
+    put(mesh_api().get(f"/v1/jobs/{job}/lineage", id=name), as_json, show.lineage_tree)
+
+
+@click.command("dead-letters")
+@click.argument("job")
+@click.option("--reissue", multiple=True, metavar="ID", help="Issue the prompt of this letter again.")
+@click.option("--discard", multiple=True, metavar="ID", help="Throw this letter away.")
+@AS_JSON
+def dead_letters(job: str, reissue: tuple[str, ...], discard: tuple[str, ...], as_json: bool) -> None:
+    """List messages that no worker could do; issue their prompts again, or discard them."""
+    api = mesh_api()
+    for action, letters in (("reissue", reissue), ("discard", discard)):
+        for letter in letters:
+            api.post(f"/v1/jobs/{job}/dead-letters/{letter}/{action}")
+            click.echo(f"{action}: {letter}", err=as_json)
+    put(api.get(f"/v1/jobs/{job}/dead-letters"), as_json, show.letters_table)
+
+
+@click.command()
+@AS_JSON
+def workers(as_json: bool) -> None:
+    """List agents and what they do."""
+    put(mesh_api().get("/v1/workers"), as_json, show.workers_table)
+
+
+@click.command()
+@click.argument("name", required=False)
+@AS_JSON
+def recipes(name: str | None, as_json: bool) -> None:
+    """List recipes, or print the one that is NAMEd."""
+    from shared.config.compose import listed, text_of
+
+    if name is not None:
+        text = text_of(name)
+        print_json({"name": name, "text": text}) if as_json else click.echo(text)
+    else:
+        print_json(listed()) if as_json else click.echo("\n".join(listed()))
+
+
+def _order(name: str, text: str) -> click.Command:
+    @click.command(name, help=text)
+    @click.argument("job")
+    @AS_JSON
+    def run(job: str, as_json: bool) -> None:
+        answer = mesh_api().post(f"/v1/jobs/{job}/{name}")
+        print_json(answer) if as_json else click.echo(f"{name}: {job}")
+
+    return run
+
+
+def add_commands(group: click.Group) -> None:
+    for command in (status, watch, jobs, steps, samples, lineage, dead_letters, workers, recipes):
+        group.add_command(command)
+    for name, text in (
+        ("pause", "Stop issuing new groups; what is in flight completes."),
+        ("resume", "Go on after a pause."),
+        ("cancel", "End a job now."),
+        ("checkpoint", "Write a checkpoint now."),
+        ("evaluate", "Run the evaluation suite now, beside training."),
+    ):
+        group.add_command(_order(name, text))

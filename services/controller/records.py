@@ -6,8 +6,8 @@ trained sample, and the text of some. Nothing waits for it, and nothing is decid
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import redis
 
 from shared.types.sample import Sample
@@ -23,7 +24,7 @@ from shared.wire import codec
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY
 from shared.wire.codec import unpack
-from shared.wire.envelope import BodyRef, LogEntry, SliceHead, TrainSlice
+from shared.wire.envelope import BodyRef, GroupNote, LogEntry, TrainSlice
 from shared.wire.errors import BodyLost, WireError
 from shared.wire.keys import JobKeys
 from shared.wire.scripts import text
@@ -33,23 +34,61 @@ log = logging.getLogger(__name__)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS place (incarnation INTEGER, seq INTEGER);
 CREATE TABLE IF NOT EXISTS groups (
-    gid TEXT PRIMARY KEY, root TEXT, issue INTEGER, step INTEGER, seq INTEGER, incarnation INTEGER,
-    issued_at REAL, ready_at REAL, scored_by TEXT
+    gid TEXT PRIMARY KEY, root TEXT, step INTEGER, low REAL, high REAL, status TEXT, data BLOB
 );
-CREATE TABLE IF NOT EXISTS samples (
-    id TEXT, gid TEXT, step INTEGER, part INTEGER, track TEXT, reward REAL, advantage REAL, components TEXT, status TEXT,
-    tokens INTEGER, version INTEGER, worker TEXT, seconds TEXT, body TEXT, row INTEGER, prompt TEXT, completion TEXT,
-    PRIMARY KEY (gid, id)
-);
-CREATE INDEX IF NOT EXISTS by_step ON samples (step);
-CREATE INDEX IF NOT EXISTS groups_by_root ON groups (root);
+CREATE INDEX IF NOT EXISTS by_step ON groups (step, root);
+CREATE INDEX IF NOT EXISTS by_root ON groups (root);
 """
-COLUMNS = (
-    "id", "gid", "step", "part", "track", "reward", "advantage", "components", "status", "tokens", "version", "worker",
-    "seconds", "body", "row", "prompt", "completion",
-)  # fmt: skip
 NICENESS = 10
 FAULTS = (redis.RedisError, sqlite3.Error, OSError, WireError)
+Texts = dict[str, tuple[str, str]]
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What is kept of a group, as one value: a row a group costs a tenth of a row a sample."""
+
+    note: GroupNote
+    slices: tuple[TrainSlice, ...]
+    seq: int
+    incarnation: int
+    texts: Texts
+    """Sample id → (prompt, completion) of those whose text is kept."""
+
+    def samples(self, step: int) -> Iterator[dict[str, Any]]:
+        first = 0
+        for piece in self.slices:
+            count = len(piece.head.parts[-1].ids)
+            components = {n: v[first : first + count] for n, v in self.note.components.items()}
+            first += count
+            yield from self._slice(piece, components, step)
+
+    def _slice(self, piece: TrainSlice, components: Mapping[str, Sequence[float]], step: int) -> Iterator[dict[str, Any]]:
+        head = piece.head
+        for number, (part, rewards, advantages) in enumerate(zip(head.parts, piece.rewards, piece.advantages, strict=True), 1):
+            for row, name in enumerate(part.ids):
+                prompt, completion = self.texts.get(name, (None, None))
+                yield {
+                    "step": step,
+                    "id": name,
+                    "gid": self.note.gid,
+                    "part": number,
+                    "track": part.track,
+                    "reward": _finite(rewards, row),
+                    "advantage": _finite(advantages, row),
+                    "components": {n: _finite(v, row) for n, v in components.items()} if number == len(head.parts) else {},
+                    "status": part.status[row] if part.status else "ok",
+                    "tokens": part.lengths[row] if part.lengths else None,
+                    "version": part.versions[row] if part.versions else None,
+                    "worker": head.worker,
+                    "seconds": head.seconds,
+                    "prompt": prompt,
+                    "completion": completion,
+                }
+
+
+def _finite(values: Sequence[float] | None, row: int) -> float | None:
+    """None for what failed: JSON knows no NaN."""
+    return None if values is None or not math.isfinite(values[row]) else values[row]
 
 
 class Records:
@@ -64,7 +103,6 @@ class Records:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self.path, timeout=10)
         try:
-            connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.executescript(SCHEMA)
@@ -77,17 +115,18 @@ class Records:
         """(incarnation, seq) of the last record taken in."""
         with self.open() as connection:
             row = connection.execute("SELECT incarnation, seq FROM place").fetchone()
-        return (row["incarnation"], row["seq"]) if row else (0, 0)
+        return (row[0], row[1]) if row else (0, 0)
 
-    def add(self, entry: LogEntry, texts: Mapping[str, tuple[str, str]], keep_steps: int) -> None:
-        """One record of the log. What an older history had written of the same or later steps is taken back."""
+    def add(self, entries: Sequence[tuple[LogEntry, Texts]], keep_steps: int) -> None:
+        """Records of the log, in order. What an older history had written of the same or later steps is taken back."""
         with self.open() as connection:
-            if entry.kind == "train":
-                _drop(connection, "step >= ?", entry.step)
-                _drop(connection, "step <= ?", entry.step - keep_steps)
-                _insert(connection, entry, texts)
+            for entry, texts in entries:
+                if entry.kind == "train":
+                    connection.execute("DELETE FROM groups WHERE step >= ? OR step <= ?", (entry.step, entry.step - keep_steps))
+                    connection.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", _rows(entry, texts))
+            last = entries[-1][0]
             connection.execute("DELETE FROM place")
-            connection.execute("INSERT INTO place VALUES (?, ?)", (entry.incarnation, entry.seq))
+            connection.execute("INSERT INTO place VALUES (?, ?)", (last.incarnation, last.seq))
 
     def samples(
         self,
@@ -100,102 +139,76 @@ class Records:
         limit: int = 50,
     ) -> list[dict[str, Any]]:
         """Newest step first, within a step by id. `after`: (step, id) of the last one of the page before."""
-        wanted = [("step = ?", step), ("status = ?", status), ("reward >= ?", least), ("reward <= ?", most), ("gid = ?", gid)]
-        where = [(text, value) for text, value in wanted if value is not None]
-        clauses, values = [t for t, _ in where], [v for _, v in where]
+        wanted = [("step = ?", step), ("gid = ?", gid), ("high >= ?", least), ("low <= ?", most)]
+        clauses = [text for text, value in wanted if value is not None]
+        values: list[Any] = [value for _, value in wanted if value is not None]
+        if status is not None:
+            clauses.append("status LIKE ?")
+            values.append(f"%{status}%")
         if after is not None:
-            clauses.append("(step < ? OR (step = ? AND id > ?))")
-            values += [after[0], after[0], after[1]]
-        condition = " AND ".join(clauses) or "1"
+            clauses.append("(step < ? OR (step = ? AND root >= ?))")
+            values += [after[0], after[0], after[1].partition("/")[0]]
+        query = f"SELECT step, data FROM groups WHERE {' AND '.join(clauses) or '1'} ORDER BY step DESC, root"
+        found: list[dict[str, Any]] = []
         with self.open() as connection:
-            query = f"SELECT * FROM samples WHERE {condition} ORDER BY step DESC, id LIMIT ?"
-            rows = connection.execute(query, (*values, limit)).fetchall()
-        return [_shown(row) for row in rows]
+            for number, data in connection.execute(query, values):
+                for sample in unpack(data, Trained).samples(number):
+                    reward = sample["reward"]
+                    if after is not None and number == after[0] and sample["id"] <= after[1]:
+                        continue
+                    if status not in (None, sample["status"]):
+                        continue
+                    if (least is not None or most is not None) and reward is None:
+                        continue
+                    if (least is None or reward >= least) and (most is None or reward <= most):
+                        found.append(sample)
+                if len(found) >= limit:
+                    break
+        return found[:limit]
 
     def body(self, gid: str, name: str) -> BodyRef | None:
         """Where the message of a sample's slice lies (or lay)."""
         with self.open() as connection:
-            row = connection.execute("SELECT body FROM samples WHERE gid = ? AND id = ?", (gid, name)).fetchone()
-        return None if row is None or row["body"] is None else unpack(bytes.fromhex(row["body"]), BodyRef)
+            row = connection.execute("SELECT data FROM groups WHERE gid = ?", (gid,)).fetchone()
+        slices = unpack(row[0], Trained).slices if row is not None else ()
+        return next((s.head.body for s in slices if any(name in part.ids for part in s.head.parts)), None)
 
     def lineage(self, name: str) -> list[dict[str, Any]]:
-        """Every issue of a root, group or sample that was trained, with its samples."""
+        """Every trained issue of a root, group or sample, with its samples."""
         root = name.partition("#")[0].partition("/")[0]
         with self.open() as connection:
-            groups = [dict(g) for g in connection.execute("SELECT * FROM groups WHERE root = ? ORDER BY issue", (root,))]
-            for group in groups:
-                found = connection.execute("SELECT * FROM samples WHERE gid = ? ORDER BY part, id", (group["gid"],))
-                group["samples"] = [_shown(row) for row in found]
-        for group in groups:
-            group["scored_by"] = json.loads(group["scored_by"])
-        if "#" in name:
-            return [g for g in groups if g["gid"] == name]
-        if "/" in name:
-            for group in groups:
-                group["samples"] = [s for s in group["samples"] if name == s["id"] or name.startswith(f"{s['id']}/")]
-        return [g for g in groups if g["samples"]]
+            rows = connection.execute("SELECT gid, step, data FROM groups WHERE root = ?", (root,)).fetchall()
+        found = []
+        for gid, step, data in rows:
+            kept = unpack(data, Trained)
+            samples = list(kept.samples(step))
+            if "#" in name and gid != name:
+                continue
+            if "/" in name:
+                samples = [s for s in samples if name == s["id"] or name.startswith(f"{s['id']}/")]
+            if samples:
+                note = kept.note
+                group = {"gid": gid, "root": root, "issue": int(gid.rpartition("#")[2]), "step": step, "seq": kept.seq}
+                times = {"issued_at": note.issued_at, "ready_at": note.ready_at, "scored_by": note.scored_by}
+                found.append({**group, "incarnation": kept.incarnation, **times, "samples": samples})
+        return sorted(found, key=lambda group: group["issue"])
 
 
-def _drop(connection: sqlite3.Connection, condition: str, value: int) -> None:
-    for table in ("samples", "groups"):
-        connection.execute(f"DELETE FROM {table} WHERE {condition}", (value,))
-
-
-def _insert(connection: sqlite3.Connection, entry: LogEntry, texts: Mapping[str, tuple[str, str]]) -> None:
+def _rows(entry: LogEntry, texts: Texts) -> Iterator[tuple[Any, ...]]:
     slices = iter(entry.slices)
     for note in entry.groups:
-        root, _, issue = note.gid.partition("#")
-        connection.execute(
-            "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (note.gid, root, int(issue), entry.step, entry.seq, entry.incarnation, note.issued_at, note.ready_at,
-             json.dumps(note.scored_by)),
-        )  # fmt: skip
-        rows: list[tuple[Any, ...]] = []
-        first = 0
-        for piece in (next(slices) for _ in range(note.slices)):
-            count = len(piece.head.parts[-1].ids)
-            components = {n: v[first : first + count] for n, v in note.components.items()}
-            rows += _rows(entry, note.gid, piece, components, texts)
-            first += count
-        marks = ", ".join("?" * len(COLUMNS))
-        connection.executemany(f"INSERT OR REPLACE INTO samples VALUES ({marks})", rows)
+        own = tuple(next(slices) for _ in range(note.slices))
+        rewards = [r for s in own for column in s.rewards for r in column or () if math.isfinite(r)]
+        status = " ".join(sorted({word for s in own for part in s.head.parts for word in part.status or ("ok",)}))
+        names = {i for s in own for part in s.head.parts for i in part.ids} if texts else set()
+        kept = Trained(note, own, entry.seq, entry.incarnation, {i: t for i, t in texts.items() if i in names})
+        low, high = (min(rewards), max(rewards)) if rewards else (None, None)
+        yield note.gid, note.gid.partition("#")[0], entry.step, low, high, status, codec.pack(kept)
 
 
-def _rows(
-    entry: LogEntry,
-    gid: str,
-    piece: TrainSlice,
-    components: Mapping[str, Sequence[float]],
-    texts: Mapping[str, tuple[str, str]],
-) -> Iterator[tuple[Any, ...]]:
-    head = piece.head
-    body = None if head.body is None else codec.pack(head.body).hex()
-    for number, (part, rewards, advantages) in enumerate(zip(head.parts, piece.rewards, piece.advantages, strict=True), 1):
-        last = number == len(head.parts)
-        for row, name in enumerate(part.ids):
-            own = {n: v[row] for n, v in components.items()} if last else {}
-            prompt, completion = texts.get(name, (None, None))
-            yield (
-                name, gid, entry.step, number, part.track,
-                None if rewards is None else rewards[row],
-                None if advantages is None else advantages[row],
-                json.dumps(own), part.status[row] if part.status else "ok",
-                part.lengths[row] if part.lengths else None,
-                part.versions[row] if part.versions else None,
-                head.worker, json.dumps(head.seconds), body, row, prompt, completion,
-            )  # fmt: skip
-
-
-def _shown(row: sqlite3.Row) -> dict[str, Any]:
-    found = dict(row)
-    found["components"], found["seconds"] = json.loads(found["components"]), json.loads(found["seconds"])
-    del found["body"], found["row"]
-    return found
-
-
-def texts_of(head: SliceHead, body: codec.Buffer) -> dict[str, tuple[str, str]]:
+def texts_of(body: codec.Buffer) -> Texts:
     """Sample id → (prompt, completion) of the generated rows of a slice that hold text."""
-    found: dict[str, tuple[str, str]] = {}
+    found: Texts = {}
     for sample in codec.decode(body, list[Sample]):
         prompts = dict(zip(sample.parts[0].sample_ids, sample.parts[0].text, strict=False))
         for part in sample.gen_parts:
@@ -254,18 +267,18 @@ class Recorder:
             start = f"({seq}-0" if incarnation == current else "-"
             rows = self.client.xrange(self.keys.log, start, "+", count=count)
             entries = [unpack(fields[b"e"], LogEntry) for _, fields in rows]
-            for entry in entries:
-                self.records.add(entry, self._texts(entry), self.keep_steps)
+            if entries:
+                self.records.add([(entry, self._texts(entry)) for entry in entries], self.keep_steps)
             return len(entries)
 
-    def _texts(self, entry: LogEntry) -> dict[str, tuple[str, str]]:
+    def _texts(self, entry: LogEntry) -> Texts:
         count = sum(note.slices for note in entry.groups[: self.texts])
         heads = [piece.head for piece in entry.slices[:count] if piece.head.body is not None]
-        found: dict[str, tuple[str, str]] = {}
+        found: Texts = {}
         for head in heads:
             assert head.body is not None
             try:
-                found |= texts_of(head, self.store.load(head.body))
+                found |= texts_of(self.store.load(head.body))
             except (BodyLost, WireError, ValueError) as error:
                 log.info("no text of %s: %s", text(head.parts[0].ids[0]), error)
         return found

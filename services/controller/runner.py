@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 BATCH = 64
 """Most events of one commit."""
 BLOCK_MS = 500
-GATHER_S = 0.001
+GATHER_S = 0.0003
 """Results that come within so long are committed together, unless a batch is complete."""
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 PIPELINE = 32
 """Commits sent in one round trip."""
-GATHER_S = 0.001
+GATHER_S = 0.0003
 """The first of several messages wakes a blocked read; after so long the others are there too, and are worked on together."""
 
 

@@ -245,6 +245,28 @@ def slopes(bench: Bench, steps: int = 200) -> list[Row]:
     return rows
 
 
+def api_latency(bench: Bench, steps: int = 60) -> Row:
+    """How long `GET /v1/jobs/{id}` takes while the job runs as fast as it can."""
+    times: list[float] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=bench.mesh.api, timeout=20) as client:
+            while not stop.wait(0.02):
+                if bench.last:
+                    started = time.perf_counter()
+                    client.get(f"/v1/jobs/{bench.last}")
+                    times.append(time.perf_counter() - started)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    bench.rl(steps)
+    stop.set()
+    thread.join()
+    slow = statistics.quantiles(times, n=100)[98] * 1000
+    return Row("GET /v1/jobs/{id} while it runs, p99, ms", slow, 100.0, note=f"{len(times)} requests")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; no TRL, no long steps")
@@ -254,6 +276,7 @@ def main() -> int:
     with bench.up():
         bench.warm()
         rows.append(overhead(bench, 12 if args.quick else 30, 8, "mesh / plain process, a step of the demo", 1.10))
+        rows.append(api_latency(bench))
         if not args.quick:
             rows.append(overhead(bench, 3, 1, "mesh / plain process, a step of over 10 s", 1.03, *LONG))
             if TRL.exists():

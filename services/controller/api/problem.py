@@ -13,6 +13,44 @@ from starlette.exceptions import HTTPException
 
 from shared.config.problems import BadInput, Problem
 
+_TEXT = {"type": "string"}
+SCHEMA = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": _TEXT,
+        "title": _TEXT,
+        "status": {"type": "integer"},
+        "detail": _TEXT,
+        "problems": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["field"],
+                "properties": {"field": _TEXT, "value": {}, "message": _TEXT, "legal": _TEXT, "nearest": _TEXT},
+            },
+        },
+    },
+}
+MEANINGS = {
+    401: "no token, or one that is not known",
+    403: "the token's scope does not allow it",
+    404: "there is nothing of that name",
+    409: "the job has ended",
+    413: "the body is too large",
+    422: "something cannot be used; `problems` names each field, its value and what is legal",
+    429: "too many wrong tokens",
+    503: "Redis is away; nothing was lost",
+}
+
+
+def documented(*more: tuple[int, str]) -> dict[int | str, dict[str, Any]]:
+    """The errors that any operation may answer with, for the OpenAPI document; `more` of one's own."""
+    return {
+        code: {"description": text, "content": {"application/problem+json": {"schema": SCHEMA}}}
+        for code, text in (*MEANINGS.items(), *more)
+    }
+
 
 def response(status: int, title: str, detail: str, problems: list[Problem] | None = None) -> JSONResponse:
     body: dict[str, Any] = {"type": "about:blank", "title": title, "status": status, "detail": detail}

@@ -7,12 +7,16 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, HTTPException, Query, Response
 
 from services.controller import letters
+from services.controller.api import problem
 from services.controller.api.core import Core
 from services.controller.records import Records
 from shared.config.problems import bad
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys
+
+MOST_STEPS = 2**53
+"""Larger numbers are no steps; SQLite and JSON's readers could not hold them."""
 
 
 def samples_router(core: Core) -> APIRouter:
@@ -24,7 +28,7 @@ def samples_router(core: Core) -> APIRouter:
     @router.get("/{job}/samples")
     def samples(
         job: str,
-        step: Annotated[int | None, Query(ge=1)] = None,
+        step: Annotated[int | None, Query(ge=1, le=MOST_STEPS)] = None,
         status: Literal["ok", "truncated", "failed"] | None = None,
         reward_min: float | None = None,
         reward_max: float | None = None,
@@ -37,7 +41,7 @@ def samples_router(core: Core) -> APIRouter:
         last = found[-1] if len(found) == limit else None
         return {"samples": found, "next": f"{last['step']}:{last['id']}" if last else None}
 
-    @router.get("/{job}/body", response_class=Response)
+    @router.get("/{job}/body", response_class=Response, responses=problem.documented((410, "the message has been swept")))
     def body(job: str, group: Annotated[str, Query(max_length=300)], id: Annotated[str, Query(max_length=300)]) -> Response:
         """The stored message (MessagePack) of the slice that a sample is part of. 410 once a checkpoint has swept it."""
         doc = core.job(job)
@@ -77,6 +81,6 @@ def _cursor(after: str | None) -> tuple[int, str] | None:
     if after is None:
         return None
     step, _, name = after.partition(":")
-    if not step.isdigit() or not name:
+    if not step.isdecimal() or not name or int(step) > MOST_STEPS:
         raise bad("after", after, "no cursor", "the `next` of the page before")
     return int(step), name

@@ -11,9 +11,10 @@ from uuid import uuid4
 import msgspec
 
 from services.controller import lifecycles
-from services.controller.data.intake import BadPrompt, Intake
+from services.controller.data.intake import BadPrompt, Intake, TooLong
 from services.controller.data.order import DataOrder
-from services.controller.data.sources import Source, open_source
+from services.controller.data.record import Source
+from services.controller.data.sources import open_source
 from services.controller.lifecycles.state import Plan, Root
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, Recipe
@@ -42,6 +43,8 @@ class JobDoc(msgspec.Struct, frozen=True, kw_only=True):
     weights: str | None
     """Folder of the weights version that it starts from; None: they stand in `files`."""
     warnings: tuple[str, ...] = ()
+    fingerprints: dict[str, str] = {}
+    """Of the data sources by field, as they were at submission."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def prepare(document: Any, settings: Settings) -> Job:
     )
     job = open_job(doc, settings)
     warnings = tuple(_warnings(plan, job))
-    return Job(msgspec.structs.replace(doc, warnings=warnings), job.recipe, job.train, job.eval, job.params, job.eval_params)
+    doc = msgspec.structs.replace(doc, warnings=warnings, fingerprints=_fingerprints(job))
+    return Job(doc, job.recipe, job.train, job.eval, job.params, job.eval_params)
 
 
 def open_job(doc: JobDoc, settings: Settings) -> Job:
@@ -112,14 +116,25 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     size = train.source.size
     if size is not None and plan.batch_size > size:
         raise bad("data.batch_size", plan.batch_size, "larger than the data", f"1 to {size}")
-    return Job(doc, recipe, train, held_out, params, eval_params)
+    job = Job(doc, recipe, train, held_out, params, eval_params)
+    for field, known in doc.fingerprints.items():
+        if _fingerprints(job)[field] != known:
+            raise bad(field, None, "the data is not what the job began with", "the same files; or start a new job with these")
+    return job
+
+
+def _fingerprints(job: Job) -> dict[str, str]:
+    found = {"data.source": job.train.source.fingerprint}
+    return found if job.eval is None else found | {"eval.source": job.eval.source.fingerprint}
 
 
 def _data_set(
     recipe: Recipe, component: Component, at: str, intake: Intake, settings: Settings, shuffle: bool | None = None
 ) -> DataSet:
     source = open_source(component, settings, at)
-    order = DataOrder(component.name, source.size, source.shuffle if shuffle is None else shuffle, recipe.seed)
+    mixed = source.shuffle if shuffle is None else shuffle
+    tail = recipe.data.tail if at == "data.source" else "wrap"
+    order = DataOrder(component.name, source.size, mixed, recipe.seed, recipe.data.batch_size, tail)
     _check_records(source, intake, at, targets=recipe.domain == "sft")
     return DataSet(source, order, intake)
 
@@ -135,6 +150,8 @@ def _check_records(source: Source, intake: Intake, at: str, targets: bool) -> No
             else:
                 intake.prompt(record)
         except BadPrompt as error:
+            if isinstance(error, TooLong) and intake.data.on_long == "drop":
+                continue
             legal = f"1 to {intake.limit} tokens" if intake.limit else "at least 1 token"
             problems.append(Problem(field=f"{at} record {row + 1}", message=str(error), legal=legal))
     if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +17,14 @@ from services.controller.runner import Runner
 from shared.config.problems import BadInput
 from shared.config.settings import Settings
 from shared.wire.client import AWAY
-from shared.wire.codec import pack, unpack
-from shared.wire.envelope import ENDED, Failure
+from shared.wire.codec import unpack
+from shared.wire.envelope import ENDED
 from shared.wire.keys import JOBS, JobKeys
 
 log = logging.getLogger(__name__)
+
+AGAIN_S = 10.0
+"""Between two attempts to run a job whose files are missing or changed."""
 
 
 class Mesh:
@@ -32,6 +36,8 @@ class Mesh:
         self.runners: dict[str, tuple[Runner, threading.Thread]] = {}
         self.docs: dict[str, JobDoc] = {}
         self.ended: set[str] = set()
+        self.refused: dict[str, tuple[str, float]] = {}
+        """Jobs that cannot run here: why, and when to try again."""
         self.stopping = threading.Event()
         self.wake = threading.Event()
         self.registry = Registry(connect, self.wanted, int(settings.lease_s * 1000 / 3))
@@ -75,6 +81,8 @@ class Mesh:
                 self.ended.add(job)
                 self.runners.pop(job, None)
                 continue
+            if time.monotonic() < self.refused.get(job, ("", 0.0))[1]:
+                continue
             doc = load_doc(self.client, job)
             if doc is not None:
                 self._start(doc)
@@ -88,9 +96,13 @@ class Mesh:
             lease_ms = int(self.settings.lease_s * 1000 * 2 / 3)
             runner = Runner(self.connect, open_job(doc, self.settings), self.settings, lease_ms)
         except (BadInput, OSError) as error:
-            self.client.xadd(JobKeys(doc.id).inbox, {"e": pack(Failure(origin="controller", error=str(error), fatal=False))})
-            log.warning("job %s cannot run here: %s", doc.id, error)
+            if self.refused.get(doc.id, ("", 0.0))[0] != str(error):  # said once, not at every attempt
+                note = {"at": f"{time.time():.3f}", "level": "error", "text": f"the job cannot go on: {error}"}
+                self.client.xadd(JobKeys(doc.id).events, note)
+                log.warning("job %s cannot run here: %s", doc.id, error)
+            self.refused[doc.id] = str(error), time.monotonic() + AGAIN_S
             return
+        self.refused.pop(doc.id, None)
         thread = threading.Thread(target=runner.run, name=f"job {doc.id}", daemon=True)
         self.docs[doc.id] = doc
         self.runners[doc.id] = (runner, thread)

@@ -134,15 +134,44 @@ class Engine(Params):
     """Prompts of one forward pass differ in length by at most this factor."""
 
 
-class Jsonl(Params):
-    path: str
+class Columns(Params):
+    """Which fields of a row mean what; all others become its metadata."""
+
     prompt: str = "prompt"
     """Field that holds the prompt: a text, or a list of messages for a chat template."""
     target: str | None = None
     """Field that holds the text to imitate (sft)."""
     id: str | None = None
-    """Field of unique ids, checked; None: the line number."""
+    """Field of unique ids, checked; None: none."""
     shuffle: bool = True
+    """Each epoch in an order of its own, by the recipe's seed."""
+
+
+class Jsonl(Columns):
+    path: str
+    """One JSON object a line; `.gz` and `.zst` are read too."""
+
+
+class Parquet(Columns):
+    path: str
+
+
+class SavedDataset(Columns):
+    path: str
+    """Folder that Hugging Face's `Dataset.save_to_disk` wrote, of one split."""
+
+
+class MixturePart(Params):
+    name: str
+    params: dict[str, Any] = {}
+    weight: float = pydantic.Field(1.0, gt=0)
+
+
+class Mixture(Params):
+    parts: dict[str, MixturePart] = pydantic.Field(..., min_length=1)
+    """By a name that each record gets as `source` in its metadata."""
+    seed: int = 0
+    """Of the parts' epochs."""
 
 
 class Sorting(Params):
@@ -184,6 +213,9 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("scorer", "remote_http", RemoteHttp, "a scorer that runs elsewhere", {}),
     ("engine", "transformers", Engine, "Hugging Face transformers, batched, with a KV cache", {"torch": True}),
     ("source", "jsonl", Jsonl, "one JSON object a line", {"files": ("path",)}),
+    ("source", "parquet", Parquet, "rows of a parquet file", {"files": ("path",)}),
+    ("source", "saved_dataset", SavedDataset, "a Hugging Face data set saved to disk", {"files": ("path",)}),
+    ("source", "mixture", Mixture, "several sources by weight", {}),
     ("source", "sorting", Sorting, "sort the digits", {}),
     ("source", "reasoning_gym", ReasoningGymSource, "procedural reasoning tasks", {}),
 )

@@ -38,6 +38,11 @@ class Data(Section):
     """System message put before the prompt (chat only)."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """None: what the model's context leaves beside the completion."""
+    on_long: Literal["refuse", "drop", "truncate_left", "truncate_right"] = "refuse"
+    """A prompt that is longer: an error at submission; or its group ends as dead and is counted; or it loses tokens."""
+    tail: Literal["wrap", "drop", "pad"] = "wrap"
+    """Where an epoch is no multiple of the batch: batches run on into the next epoch; the rest is left out; or the epoch is
+    filled up with its first records."""
 
 
 class Sampling(Section):

@@ -11,7 +11,8 @@ import pytest
 
 from services.controller.data.intake import BadPrompt, Intake
 from services.controller.data.order import DataOrder
-from services.controller.data.sources import Record, open_source
+from services.controller.data.record import Record
+from services.controller.data.sources import open_source
 from services.controller.jobs import Job, create, prepare
 from shared.config.compose import compose, listed
 from shared.config.problems import BadInput
@@ -110,7 +111,7 @@ def test_a_model_of_a_job_that_published_nothing(settings: Settings, job: str) -
     [
         ((*ROWS[:2], "{broken\n", *ROWS[2:]), ["data.jsonl line 3", "not valid JSON"]),
         ((*ROWS, "[1]\n"), ["line 5", "not an object"]),
-        ((*ROWS, {"answer": "1"}), ["line 5", "'prompt' holds no prompt"]),
+        ((*ROWS, {"answer": "1"}), ["line 5", "'prompt' is missing", "legal: answer"]),
         ((*ROWS, {"prompt": ""}), ["line 5", "not empty"]),
         ((*ROWS, '{"prompt": "\\ud83d>"}\n'), ["line 5", "surrogate"]),
         ((*ROWS, '{"prompt": "1>", "answer": ["\\ude00"]}\n'), ["line 5", "surrogate"]),

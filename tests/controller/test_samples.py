@@ -51,8 +51,8 @@ def test_every_trained_sample_is_there(api: httpx.Client, settings: Settings, mo
     assert [s["id"] for s in one["samples"]] == [found[0]["id"]]
     for query in ({"id": "nobody"}, {"id": "nobody#0"}):
         assert api.get(f"/v1/jobs/{job}/lineage", params=query).status_code == 404
-    for query in ({"step": 10**30}, {"after": f"{10**30}:x"}):
-        assert api.get(f"/v1/jobs/{job}/samples", params=query).status_code == 422
+    for wide in ({"step": str(10**30)}, {"after": f"{10**30}:x"}):
+        assert api.get(f"/v1/jobs/{job}/samples", params=wide).status_code == 422
     wrong = api.get(f"/v1/jobs/{job}/samples", params={"after": "nonsense"})
     assert wrong.status_code == 422 and wrong.json()["problems"][0]["field"] == "after"
 

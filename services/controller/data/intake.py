@@ -12,13 +12,17 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from services.controller.data.sources import Record
+from services.controller.data.record import Record
 from shared.config.problems import bad
 from shared.config.sections import Data
 
 
 class BadPrompt(ValueError):
     """This record cannot be a prompt; the message says why."""
+
+
+class TooLong(BadPrompt):
+    """More tokens than fit."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,10 @@ class Intake:
         if not tokens:
             raise BadPrompt("the prompt is empty: it must have at least 1 token")
         if self.limit is not None and len(tokens) > self.limit:
-            raise BadPrompt(f"the prompt has {len(tokens)} tokens: at most {self.limit} fit")
+            if self.data.on_long in ("refuse", "drop"):
+                raise TooLong(f"the prompt has {len(tokens)} tokens: at most {self.limit} fit")
+            tokens = tokens[-self.limit :] if self.data.on_long == "truncate_left" else tokens[: self.limit]
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
         return Prompt(text, tokens)
 
     def render(self, record: Record) -> str:

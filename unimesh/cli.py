@@ -92,7 +92,7 @@ def down(state: Path | None) -> None:
 @cli.command(context_settings={"ignore_unknown_options": True})
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
-@click.option("--dry-run", is_flag=True, help="Print the derived plan only.")
+@click.option("--dry-run", is_flag=True, help="Print the derived plan and what it will cost; start nothing.")
 @click.option("--follow/--no-follow", default=True, help="Watch it until it has ended.")
 @click.option("--json", "as_json", is_flag=True)
 def launch(recipe: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, as_json: bool) -> None:
@@ -101,8 +101,10 @@ def launch(recipe: str, overrides: tuple[str, ...], dry_run: bool, follow: bool,
     answer = api.post("/v1/jobs", {"recipe": recipe, "overrides": list(overrides), "dry_run": dry_run})
     for warning in answer["warnings"]:
         click.echo(f"warning: {warning}", err=True)
-    if as_json or dry_run:
+    if as_json:
         print_json(answer)
+    elif dry_run:
+        Console().print(show.plan_table(answer))
     if dry_run:
         return
     if not as_json:

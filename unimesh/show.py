@@ -195,3 +195,16 @@ def _figure(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def plan_table(answer: dict[str, Any]) -> Table:
+    """A dry run: the derived plan, then the estimate."""
+    table = Table("of", "figure", "value")
+    for part in ("plan", "estimate"):
+        for name, value in answer[part].items():
+            if isinstance(value, dict) and value:
+                for inner, figure in value.items():
+                    table.add_row(part, f"{name}.{inner}", _figure(figure))
+            elif value not in (None, {}, [], ""):
+                table.add_row(part, name, _figure(value))
+    return table

@@ -33,7 +33,12 @@ def test_a_mesh_by_its_commands(mesh: Mesh, model_folder: Path) -> None:
     """launch, jobs, watch, workers, cancel, doctor, each against the mesh that is up; mistakes in one paragraph."""
     flags = [f"model.path={model_folder}", "data.batch_size=2", "rollout.group_size=2", "eval=null"]
     dry = unimesh(mesh.state, "launch", "ar/sort", *flags, "steps=2", "--dry-run")
-    assert dry.returncode == 0 and '"max_inflight": 2' in dry.stdout
+    assert dry.returncode == 0 and "max_inflight" in dry.stdout and "updates_per_batch" in dry.stdout
+    plan = json.loads(unimesh(mesh.state, "launch", "ar/sort", *flags, "steps=2", "--dry-run", "--json").stdout)
+    assert plan["plan"]["max_inflight"] == 2 and plan["id"] is None
+    cost = plan["estimate"]
+    assert cost["total_updates"] == 2 and cost["samples_per_step"] == 4 and cost["tokens_per_group"] == 7 + 2 * 8
+    assert cost["memory_bytes"]["trainer_per_rank"] == 16 * cost["parameters"] and 3e5 < cost["parameters"] < 5e5
     run = unimesh(mesh.state, "launch", "ar/sort", *flags, "steps=2", "name=by-hand")
     assert run.returncode == 0, run.stderr
     assert "by-hand  done  step 2/2  reward" in run.stdout

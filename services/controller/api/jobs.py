@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from services.controller import views
 from services.controller.api.core import Core
+from services.controller.estimate import estimate
 from services.controller.jobs import create, prepare
 from services.controller.lifecycles.state import Phase
 from shared.config.compose import compose
@@ -44,11 +45,11 @@ def jobs_router(core: Core) -> APIRouter:
         submission: Annotated[Submission, Body()],
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> Any:
-        """Checks everything, then starts the job. `dry_run` returns the derived plan only."""
+        """Checks everything, then starts the job. `dry_run` starts nothing: it returns the derived plan and what it will cost."""
         job = prepare(submission.composed(), core.settings)
         plan = {"plan": msgspec.to_builtins(job.doc.plan), "warnings": list(job.doc.warnings)}
         if submission.dry_run:
-            return JSONResponse({"id": None, **plan}, 200)
+            return JSONResponse({"id": None, **plan, "estimate": estimate(job)}, 200)
         job_id = create(core.client, job, idempotency_key)
         if core.mesh is not None:
             core.mesh.wake.set()

@@ -1,0 +1,79 @@
+"""What a recipe will cost, before anything starts: updates, tokens, bytes, memory. Estimates say how they were made."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from services.controller.data.intake import BadPrompt
+from services.controller.jobs import Job
+
+LOOKED_AT = 64
+"""Prompts whose length is measured."""
+BYTES_A_TOKEN = 12
+"""Token id (int32), log-prob (float32), about four characters of text."""
+BYTES_A_PARAMETER = 16
+"""Trainer: fp32 master weights and gradients, two fp32 moments of AdamW."""
+
+
+def estimate(job: Job) -> dict[str, Any]:
+    """Figures of the derived plan. Tokens are at most; memory leaves out activations."""
+    plan, recipe = job.doc.plan, job.recipe
+    rows = plan.batch_size * plan.group_size
+    updates = recipe.train.num_updates_per_batch
+    found: dict[str, Any] = {
+        "updates_per_batch": updates,
+        "total_updates": plan.steps * updates,
+        "samples_per_step": rows,
+        "total_samples": rows * plan.steps,
+        "epochs": None if job.train.order.length is None else round(plan.steps * plan.batch_size / job.train.order.length, 3),
+    }
+    prompt = _prompt_tokens(job)
+    found["prompt_tokens"] = {"mean": round(sum(prompt) / len(prompt), 1), "max": max(prompt)} if prompt else None
+    if plan.route and prompt:
+        completion = plan.group_size * recipe.rollout.sampling.max_new_tokens
+        tokens = max(prompt) + completion
+        found["tokens_per_group"] = tokens
+        found["tokens_per_step"] = tokens * plan.batch_size
+        found["bytes_per_group"] = tokens * BYTES_A_TOKEN
+        found["log_bytes_per_step"] = tokens * BYTES_A_TOKEN * plan.batch_size
+    count = parameters(Path(job.doc.weights or job.doc.files))
+    if count is not None:
+        width = {"float64": 8, "float32": 4, "bfloat16": 4}[recipe.model.dtype]
+        found["parameters"] = count
+        found["memory_bytes"] = {
+            "trainer_per_rank": count * BYTES_A_PARAMETER // recipe.placement.trainer_ranks,
+            "rollout": count * width,
+            "version": count * width,
+        }
+    return found
+
+
+def _prompt_tokens(job: Job) -> list[int]:
+    size = job.train.source.size
+    lengths = []
+    for row in range(min(LOOKED_AT, size or LOOKED_AT)):
+        try:
+            lengths.append(len(job.train.intake.prompt(job.train.source.get(row)).tokens))
+        except BadPrompt:
+            continue  # dropped when it is drawn
+    return lengths
+
+
+def parameters(folder: Path) -> int | None:
+    """Of the safetensors files in a folder, by their headers; None if there are none. Tied weights stand once."""
+    count = 0
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                product = 1
+                for side in entry["shape"]:
+                    product *= side
+                count += product
+    return count if files else None

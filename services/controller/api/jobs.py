@@ -45,7 +45,7 @@ def jobs_router(core: Core) -> APIRouter:
         submission: Annotated[Submission, Body()],
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> Any:
-        """Checks everything, then starts the job. `dry_run` starts nothing: it returns the derived plan and what it will cost."""
+        """Checks everything, then starts the job. `dry_run` starts nothing: it returns plan and cost."""
         job = prepare(submission.composed(), core.settings)
         plan = {"plan": msgspec.to_builtins(job.doc.plan), "warnings": list(job.doc.warnings)}
         if submission.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -144,7 +145,7 @@ class Writer:
             prompt = data.intake.prompt(record)
         except BadPrompt as error:
             return Request(str(error), ())
-        n = self.plan.group_size if kind == "train" else 1
+        n = self.plan.group_size if kind == "train" else self.plan.eval_n
         root = data.order.root(draw) if kind == "train" else EVAL_ROOT
         whole = Sample.request(
             [root],
@@ -155,7 +156,7 @@ class Writer:
             tokens=[prompt.tokens],
             metadata=[record.metadata],
         )
-        spans = self.plan.slices() if kind == "train" else ((0, 1),)
+        spans = self.plan.slices() if kind == "train" else ((0, n),)
         pieces = [whole if span == (0, n) else whole.select(range(*span)) for span in spans]
         return Request("", tuple(zip(spans, pieces, map(_body, pieces), strict=True)))
 
@@ -285,6 +286,7 @@ class Writer:
     def _evaluation(self, command: Evaluated) -> dict[str, Any]:
         run = command.run
         good = run.size - run.failed
+        variance = run.squares / run.samples - (run.sum / run.samples) ** 2 if run.samples else 0.0
         bodies = self.store.load_many([ref for _, ref, _ in sorted(run.previews)])
         previews = []
         for (index, _, reward), body in zip(sorted(run.previews), bodies, strict=True):
@@ -305,6 +307,9 @@ class Writer:
             "prompts": run.size,
             "failed": run.failed,
             "reward": run.total / good if good else None,
+            "reward_std": math.sqrt(max(0.0, variance)) if run.samples else None,
+            "samples": run.samples,
+            **{f"pass@{k}": value / good for k, value in sorted(run.passed.items()) if good},
             "previews": previews,
         }
 

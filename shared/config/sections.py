@@ -157,6 +157,10 @@ class Eval(Section):
     """Steps; 0: not in between."""
     sampling: Sampling | None = None
     """None: greedy, with the rollout's max_new_tokens."""
+    n: int = Field(1, ge=1)
+    """Samples for each prompt; pass@k is reported for k = 1, 2, 4 … n."""
+    solved: float = 1.0
+    """Reward from which on a sample has solved its prompt."""
 
 
 class Logging(Section):

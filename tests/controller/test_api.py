@@ -62,6 +62,7 @@ def test_a_job_runs_to_its_end_and_shows_everything(api: httpx.Client, settings:
     assert view["step"] == 3 and view["waits_for"] == "" and view["versions"]["published"] == {"policy": 3}
     assert view["ledger"] == {"issued": 6, "trained": 6, "dropped": {}, "dead": 0, "in_flight": 0}
     assert {e["tag"]: e["prompts"] for e in view["evals"]} == {"start": 3, "end": 3}
+    assert all(e["reward"] == e["pass@1"] == 0.0 and e["samples"] == 3 for e in view["evals"])
     assert all(len(e["previews"]) == 3 and e["previews"][0]["prompt"].endswith(">") for e in view["evals"])
     steps = api.get(f"/v1/jobs/{job}/steps").json()
     assert [s["step"] for s in steps] == [1, 2, 3] and {"reward", "seconds/train", "groups_equal"} <= set(steps[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.controller.lifecycles.admission import launch
 from services.controller.lifecycles.core import advance, balanced, ledger
+from services.controller.lifecycles.evaluation import pass_at, powers
 from services.controller.lifecycles.state import (
     Append,
     BadRecord,
@@ -365,6 +367,16 @@ def test_a_job_whose_groups_all_die_fails_with_the_last_error() -> None:
         world.send(*(Dead(gid=g, stage="rollout.policy", error="no such layer") for g in sorted(world.flights)))
     root = world.state.root
     assert phase(world) == "failed" and "no such layer" in root.reason and 64 + 42 <= root.dead < 64 + 42 + 6
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_all_choices(n: int) -> None:
+    for solved in range(n + 1):
+        samples = [i < solved for i in range(n)]
+        for k in range(1, n + 1):
+            choices = [any(chosen) for chosen in itertools.combinations(samples, k)]
+            assert pass_at(k, n, solved) == pytest.approx(sum(choices) / len(choices))
+    assert pass_at(8, n, n) == 1.0 and powers(8) == [1, 2, 4, 8] and powers(6) == [1, 2, 4]
 
 
 def test_sft_issues_records_that_are_ready_and_publishes_at_the_end_only() -> None:

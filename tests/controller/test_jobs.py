@@ -55,6 +55,7 @@ def test_a_good_recipe_passes(settings: Settings, model_folder: Path) -> None:
         ({"reward__scorers": {"x": {"name": "length"}}}, ["reward.scorers.x.params.target", "required"]),
         ({"reward__scorers": {"a.b": {"name": "exact_match"}}}, ["reward.scorers.a.b", "holds no"]),
         ({"algorithm__params": {"clip": 1}}, ["algorithm.params.clip", "did you mean 'clip_range'"]),
+        ({"eval": {"source": {"name": "sorting"}, "size": 2, "n": 4}}, ["eval.n", "4", "greedy", "temperature above 0"]),
         ({"data__source": {"name": "sort"}}, ["data.source.name", "did you mean 'sorting'"]),
         ({"data__source": {"name": "sorting", "params": {"digits": 0}}}, ["data.source.params.digits", "0"]),
         (

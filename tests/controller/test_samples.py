@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import msgpack
+import pytest
 
 from services.controller.records import Records
 from shared.config.settings import Settings
@@ -108,7 +109,9 @@ def test_a_dead_letter_is_issued_again_or_thrown_away(
 
 
 def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
-    suite = {"source": {"name": "sorting"}, "size": 3, "at": []}
+    """Several samples a prompt: the simulated scorer finds every second one right."""
+    sampling = {"max_new_tokens": 4, "temperature": 1.0}
+    suite = {"source": {"name": "sorting"}, "size": 3, "at": [], "n": 4, "sampling": sampling}
     job = submit(api, recipe(model_folder, steps=400, eval=suite))
     with Simulated(settings, job, delay=0.01):
         until(api, job, "running")
@@ -117,7 +120,10 @@ def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_fo
         while not (evals := api.get(f"/v1/jobs/{job}").json()["evals"]):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert evals[0]["tag"].startswith("asked-") and evals[0]["prompts"] == 3
+        [found] = evals
+        assert found["tag"].startswith("asked-") and found["prompts"] == 3 and found["samples"] == 12
+        assert (found["reward"], found["reward_std"], found["pass@1"], found["pass@4"]) == (0.5, 0.5, 0.5, 1.0)
+        assert found["pass@2"] == pytest.approx(5 / 6) and "pass@3" not in found
         api.post(f"/v1/jobs/{job}/cancel")
     plain = submit(api, recipe(model_folder))
     assert api.post(f"/v1/jobs/{plain}/evaluate").status_code == 422

@@ -68,9 +68,19 @@ def rolled_out(
         eval_at=evaluation.at if evaluation else (),
         eval_every=evaluation.every if evaluation else 0,
         eval_size=evaluation.size if evaluation else 0,
+        eval_n=check_eval(evaluation) if evaluation else 1,
+        eval_solved=evaluation.solved if evaluation else 1.0,
         previews=recipe.logging.previews,
         **more,
     )
+
+
+def check_eval(evaluation: Eval) -> int:
+    """Samples for each prompt. BadInput for several greedy ones: they are all the same."""
+    greedy = evaluation.sampling is None or evaluation.sampling.temperature == 0
+    if evaluation.n > 1 and greedy:
+        raise bad("eval.n", evaluation.n, "greedy samples are all the same", "1, or eval.sampling with a temperature above 0")
+    return evaluation.n
 
 
 def check_components(recipe: RolloutRecipe) -> None:

@@ -59,16 +59,42 @@ def begin(step: Transition, tag: str, at: Mapping[str, int] | None = None) -> No
 
 
 def collect(step: Transition, group: Group) -> None:
-    reward = group.rewards[0]
-    if not math.isfinite(reward):
+    rewards = [r for r in group.rewards if math.isfinite(r)]
+    if not rewards:
         failed(step, group)
         return
     run = _run(step, group)
+    reward = sum(rewards) / len(rewards)
+    solved = sum(r >= step.plan.eval_solved for r in rewards)
     body = group.slices[0].body if group.slices else None
     previews = run.previews
     if body is not None and group.draw < step.plan.previews:
         previews = (*previews, (group.draw, body, reward))
-    _count(step, group, msgspec.structs.replace(run, total=run.total + reward, previews=previews))
+    passed = {k: run.passed.get(k, 0.0) + pass_at(k, len(rewards), solved) for k in powers(step.plan.eval_n)}
+    run = msgspec.structs.replace(
+        run,
+        total=run.total + reward,
+        samples=run.samples + len(rewards),
+        sum=run.sum + sum(rewards),
+        squares=run.squares + sum(r * r for r in rewards),
+        passed=passed,
+        previews=previews,
+    )
+    _count(step, group, run)
+
+
+def powers(n: int) -> list[int]:
+    """1, 2, 4, … up to n."""
+    return [1 << i for i in range(n.bit_length())]
+
+
+def pass_at(k: int, n: int, solved: int) -> float:
+    """Chance that at least one of k samples solves the prompt, estimated without bias from n samples (arXiv 2107.03374, eq. 1).
+
+    With fewer than k samples (the others failed to be scored): of those that there are.
+    """
+    k = min(k, n)
+    return 1.0 - math.comb(n - solved, k) / math.comb(n, k)
 
 
 def failed(step: Transition, group: Group) -> None:

@@ -56,6 +56,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     eval_at: tuple[str, ...] = ()
     eval_every: int = 0
     eval_size: int = 0
+    eval_n: int = 1
+    """Samples for each prompt of the suite."""
+    eval_solved: float = 1.0
+    """Reward from which on a sample has solved its prompt (pass@k)."""
     previews: int = 3
 
     @property
@@ -117,6 +121,13 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     done: int = 0
     failed: int = 0
     total: float = 0.0
+    """Sum over prompts of the mean reward of their samples."""
+    samples: int = 0
+    """Scored samples, and the sums of their rewards and of the squares."""
+    sum: float = 0.0
+    squares: float = 0.0
+    passed: dict[int, float] = {}
+    """k → sum over prompts of the chance that one of k samples solves it."""
     previews: tuple[tuple[int, BodyRef, float], ...] = ()
     """(index, body, reward) of the first ones."""
 

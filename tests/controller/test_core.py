@@ -369,6 +369,20 @@ def test_a_job_whose_groups_all_die_fails_with_the_last_error() -> None:
     assert phase(world) == "failed" and "no such layer" in root.reason and 64 + 42 <= root.dead < 64 + 42 + 6
 
 
+def test_what_is_evaluated_between_two_syncs_is_published() -> None:
+    world = World(
+        plan(steps=6, sync_interval=3, max_staleness=2, max_inflight=9, eval_every=2, eval_size=1, need="at_least"), 1
+    )
+    world.go()
+    suites = [c.group for c in world.commands if isinstance(c, Issue) and c.group.kind == "eval"]
+    kinds = [c.kind for c in world.commands if isinstance(c, Append)]
+    assert [g.tag for g in suites] == ["step-2", "step-4"] and world.state.root.phase == "done"
+    for group in suites:  # the batch before it stands right before a publish
+        batch = int(group.tag.removeprefix("step-"))
+        place = [i for i, kind in enumerate(kinds) if kind == "train"][batch - 1]
+        assert kinds[place + 1] == "publish"
+
+
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_pass_at_k_is_the_share_of_all_choices(n: int) -> None:
     for solved in range(n + 1):

@@ -160,6 +160,24 @@ def test_one_key_makes_one_job(settings: Settings, model_folder: Path, client: A
 # recipes and data ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_submission_that_broke_off_is_finished_by_its_repetition(settings: Settings, model_folder: Path, client: Any) -> None:
+    first = create(client, prepare(recipe(model_folder), settings), "key")
+    client.hdel(JOBS, first)  # as if the first had been killed before its last write
+    assert create(client, prepare(recipe(model_folder), settings), "key") == first
+    assert [name.decode() for name in client.hkeys(JOBS)] == [first]
+
+
+def test_prompt_and_target_must_fit_together(settings: Settings, model_folder: Path, tmp_path: Path) -> None:
+    rows = ({"prompt": "1>", "text": "1"}, {"prompt": "2" * 100, "text": "3" * 60})
+    source = jsonl(tmp_path / "data.jsonl", *rows)
+    source["params"]["target"] = "text"
+    document = recipe(model_folder, domain="sft", data__source=source, algorithm={"name": "cross_entropy"})
+    for section in ("rollout", "reward"):
+        del document[section]
+    said = problem(document, settings)
+    assert "data.source record 2" in said and "100 + 61 tokens" in said and "context is 128" in said
+
+
 @pytest.mark.parametrize("name", listed())
 def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, tmp_path: Path, name: str) -> None:
     """With what it leaves to its user: a model, and data where it names a file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from services.controller.data.intake import BadPrompt, Intake, TooLong
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
-from services.controller.lifecycles.state import Plan, Root
+from services.controller.lifecycles.state import Phase, Plan, Root
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, Recipe
 from shared.config.settings import Settings
@@ -186,14 +187,23 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
     return doc.id
 
 
-def active(client: Any) -> list[str]:
-    """Jobs that have not ended."""
-    jobs = [raw.decode() for raw in client.hkeys(JOBS)]
+def phases(client: Any, jobs: Sequence[str]) -> dict[str, Phase]:
+    """The phase of each job, in one round trip."""
     with client.pipeline(transaction=False) as pipe:
         for job in jobs:
             pipe.hget(JobKeys(job).state, "snapshot")
         snapshots = pipe.execute()
-    return [j for j, packed in zip(jobs, snapshots, strict=True) if packed is None or unpack(packed, Root).phase not in ENDED]
+    return {j: unpack(packed, Root).phase if packed else "starting" for j, packed in zip(jobs, snapshots, strict=True)}
+
+
+def active(client: Any) -> list[str]:
+    """Jobs that have not ended."""
+    found = phases(client, [raw.decode() for raw in client.hkeys(JOBS)])
+    return [job for job, phase in found.items() if phase not in ENDED]
+
+
+def phase_of(client: Any, job: str) -> Phase:
+    return phases(client, [job])[job]
 
 
 def load_doc(client: Any, job: str) -> JobDoc | None:

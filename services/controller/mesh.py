@@ -11,13 +11,11 @@ from typing import Any
 import redis
 
 from services.controller.assignment import Registry, Wanted
-from services.controller.jobs import JobDoc, load_doc, open_job
-from services.controller.lifecycles.state import Root
+from services.controller.jobs import JobDoc, load_doc, open_job, phase_of
 from services.controller.runner import Runner
 from shared.config.problems import BadInput
 from shared.config.settings import Settings
 from shared.wire.client import AWAY
-from shared.wire.codec import unpack
 from shared.wire.envelope import ENDED
 from shared.wire.keys import JOBS, JobKeys
 
@@ -77,7 +75,7 @@ class Mesh:
             running = self.runners.get(job)
             if job in self.ended or (running is not None and running[1].is_alive()):
                 continue
-            if self._phase(job) in ENDED:
+            if phase_of(self.client, job) in ENDED:
                 self.ended.add(job)
                 self.runners.pop(job, None)
                 continue
@@ -86,10 +84,6 @@ class Mesh:
             doc = load_doc(self.client, job)
             if doc is not None:
                 self._start(doc)
-
-    def _phase(self, job: str) -> str:
-        packed = self.client.hget(JobKeys(job).state, "snapshot")
-        return unpack(packed, Root).phase if packed else "starting"
 
     def _start(self, doc: JobDoc) -> None:
         try:
@@ -115,7 +109,7 @@ class Mesh:
             job = raw.decode()
             if job in self.ended:
                 continue
-            if self._phase(job) in ENDED:
+            if phase_of(self.client, job) in ENDED:
                 continue
             doc = self.docs.get(job) or load_doc(self.client, job)
             if doc is None:

@@ -6,13 +6,14 @@ loading one runs no code.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+
+from shared.files import sync
 
 COMPLETE = "COMPLETE"
 STATE_FILE = "controller.msgpack"
@@ -55,12 +56,12 @@ def writing(folder: Path, at: Position) -> Iterator[Path]:
     yield temporary
     (temporary / POSITION_FILE).write_bytes(msgspec.json.encode(at))
     for path in temporary.iterdir():
-        _sync(path)
+        sync(path)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
     (target / COMPLETE).touch()
-    _sync(target / COMPLETE)
-    _sync(folder)
+    sync(target / COMPLETE)
+    sync(folder)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -68,11 +69,3 @@ def prune(folder: Path, keep: int) -> None:
     for old in found(folder)[:-keep]:
         (old / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

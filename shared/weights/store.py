@@ -18,6 +18,8 @@ from uuid import uuid4
 import msgspec
 import xxhash
 
+from shared.files import checksum
+
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
 LEASE_S = 120.0
@@ -175,13 +177,7 @@ def _written(path: Path, data: bytes) -> Shard:
 
 
 def _shard(path: Path) -> Shard:
-    digest = xxhash.xxh3_64()
-    size = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-    return Shard(path.name, size, digest.hexdigest())
+    return Shard(path.name, path.stat().st_size, checksum(path))
 
 
 def _mtime(path: Path) -> float:

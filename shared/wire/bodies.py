@@ -18,6 +18,7 @@ from uuid import uuid4
 import fsspec
 import xxhash
 
+from shared.files import sync
 from shared.wire.codec import Buffer
 from shared.wire.envelope import BodyRef
 from shared.wire.errors import BodyLost, WireError
@@ -71,7 +72,7 @@ class DirectoryBodies:
             raise OSError(error.errno, f"{error.strerror}: a body of {need} bytes does not fit below {self.root}") from error
         temporary.rename(target)
         if self.durable:
-            _sync_folder(folder)
+            sync(folder)
         return BodyRef(uri=f"dir:{shelf}/{target.name}", nbytes=size, xxh3=digest.hexdigest())
 
     def get(self, ref: BodyRef) -> Buffer:
@@ -195,11 +196,3 @@ def _write_all(descriptor: int, data: Buffer) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,13 +7,10 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from services.controller.jobs import JobDoc, load_doc
-from services.controller.lifecycles.state import Root
+from services.controller.jobs import JobDoc, load_doc, phase_of
 from services.controller.mesh import Mesh
 from shared.config.settings import Settings
-from shared.wire.codec import unpack
 from shared.wire.envelope import ENDED
-from shared.wire.keys import JobKeys
 
 
 @dataclass
@@ -34,8 +31,7 @@ class Core:
     def running(self, job: str) -> JobDoc:
         """404 if there is none, 409 if it has ended."""
         doc = self.job(job)
-        packed = self.client.hget(JobKeys(job).state, "snapshot")
-        phase = unpack(packed, Root).phase if packed else "starting"
+        phase = phase_of(self.client, job)
         if phase in ENDED:
             raise HTTPException(409, f"job {job} is {phase}: it takes no commands")
         return doc

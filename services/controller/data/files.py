@@ -13,12 +13,12 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-import xxhash
 import zstandard
 
 from services.controller.data.record import Record, check_text, fingerprint_of
 from shared.config import builtin
 from shared.config.problems import BadInput, Problem, bad, nearest
+from shared.files import checksum
 
 Columns = builtin.Columns
 
@@ -40,14 +40,6 @@ def record_of(value: dict[str, Any], columns: Columns, error: Callable[[Any, str
         rest["id"] = value[columns.id]
     check_text([prompt, target, rest], lambda what: error(None, what, "valid Unicode text"))
     return Record(prompt=prompt, target=target, metadata=rest)
-
-
-def digest_of(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def plain(path: Path, cache: Path, digest: str) -> Path:
@@ -75,7 +67,7 @@ class JsonlSource:
 
     def __init__(self, params: builtin.Jsonl, path: Path, cache: Path) -> None:
         self.params, self.name, self.shuffle = params, path.name, params.shuffle
-        digest = digest_of(path)
+        digest = checksum(path)
         self.fingerprint = fingerprint_of(params, digest)
         self.path = plain(path, cache, digest)
         self.offsets = self._checked()
@@ -122,7 +114,7 @@ class TableSource:
 
     def __init__(self, params: builtin.Parquet | builtin.SavedDataset, files: Sequence[Path], at: str) -> None:
         self.params, self.at, self.shuffle = params, at, params.shuffle
-        self.fingerprint = fingerprint_of(params, *map(digest_of, files))
+        self.fingerprint = fingerprint_of(params, *map(checksum, files))
         try:
             tables = [_table(path) for path in files]
             self.table = pa.concat_tables(tables)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from services.reward.scorers.base import AnswerScorer
 from shared.config.builtin import ExactMatch
-from shared.types.rewards import RewardRequest
 
 
-class ExactMatchScorer:
+class ExactMatchScorer(AnswerScorer):
     def __init__(self, params: ExactMatch) -> None:
-        self.params = params
+        self.params, self.field = params, params.field
 
-    def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
-        """None for a row whose metadata lacks the answer."""
-        return [self._one(row) for row in rows]
-
-    def _one(self, row: RewardRequest) -> float | None:
-        answer = row.metadata.get(self.params.field)
-        if answer is None:
-            return None
-        return float(self._plain(row.completion) == self._plain(str(answer)))
+    def compare(self, answer: str, completion: str) -> float:
+        return float(self._plain(completion) == self._plain(answer))
 
     def _plain(self, text: str) -> str:
         text = text.strip() if self.params.strip else text

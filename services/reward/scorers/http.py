@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import os
 import random
 import threading
 import time
@@ -11,6 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import httpx
+
+from shared.config.builtin import Asking
+from shared.config.problems import bad
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -21,6 +25,16 @@ LONGEST_PAUSE_S = 60.0
 
 class Refused(RuntimeError):
     """The other side answered with an error that another attempt would not change, or failed every attempt."""
+
+
+def authorization(params: Asking) -> dict[str, str]:
+    """The header of the token that the parameters name. BadInput if this service does not have it."""
+    if params.key_variable is None:
+        return {}
+    key = os.environ.get(params.key_variable, "")
+    if not key:
+        raise bad("key_variable", params.key_variable, "this variable is not set where the reward service runs")
+    return {"Authorization": f"Bearer {key}"}
 
 
 class Bucket:

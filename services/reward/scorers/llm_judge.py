@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from services.reward.scorers.http import Caller
+from services.reward.scorers.http import Caller, authorization
 from shared.config.builtin import LlmJudge
 from shared.config.problems import bad
 from shared.types.rewards import RewardRequest
@@ -19,15 +18,12 @@ PLACES = re.compile(r"\{(prompt|completion|metadata)\}")
 class LlmJudgeScorer:
     def __init__(self, params: LlmJudge, transport: Any = None) -> None:
         self.params = params
-        key = os.environ.get(params.key_variable, "") if params.key_variable else ""
-        if params.key_variable and not key:
-            raise bad("key_variable", params.key_variable, "this variable is not set where the reward service runs")
         try:
             self.pattern = re.compile(params.score_pattern, re.DOTALL)
         except re.error as error:
             raise bad("score_pattern", params.score_pattern, f"no regular expression: {error}") from error
         self.caller = Caller(
-            {"Authorization": f"Bearer {key}"} if key else {},
+            authorization(params),
             params.timeout_s,
             params.attempts,
             params.concurrency,

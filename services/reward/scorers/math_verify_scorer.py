@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from services.reward.scorers.base import AnswerScorer
 from shared.config.builtin import MathVerify
-from shared.types.rewards import RewardRequest
 
 
-class MathVerifyScorer:
+class MathVerifyScorer(AnswerScorer):
     def __init__(self, params: MathVerify) -> None:
         import math_verify
 
-        self.params, self.library = params, math_verify
+        self.field, self.library = params.field, math_verify
 
-    def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
-        """None for a row whose metadata lacks the answer."""
-        return [self._one(row) for row in rows]
-
-    def _one(self, row: RewardRequest) -> float | None:
-        gold = row.metadata.get(self.params.field)
-        if gold is None:
-            return None
-        return self.compare(str(gold), row.completion)
-
-    def compare(self, gold: str, prediction: str) -> float:
+    def compare(self, answer: str, completion: str) -> float:
         """The process's own time-out is the limit: the library's uses signals, which only a main thread may."""
-        wanted = self.library.parse(f"\\boxed{{{gold.strip()}}}", parsing_timeout=None)
-        found = self.library.parse(prediction, parsing_timeout=None)
+        wanted = self.library.parse(f"\\boxed{{{answer.strip()}}}", parsing_timeout=None)
+        found = self.library.parse(completion, parsing_timeout=None)
         return float(self.library.verify(wanted, found, timeout_seconds=None))

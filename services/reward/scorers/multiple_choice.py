@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Literal
 
+from services.reward.scorers.base import AnswerScorer
 from shared.config.builtin import MultipleChoice
-from shared.types.rewards import RewardRequest
 
 Way = Literal["tag", "phrase", "bare", "standalone"]
 TAG = re.compile(r"<answer>\s*([A-D])\s*</answer>", re.IGNORECASE)
@@ -47,19 +46,12 @@ def normalized(gold: str) -> str:
     return DIGITS.get(plain, plain)
 
 
-class MultipleChoiceScorer:
+class MultipleChoiceScorer(AnswerScorer):
     def __init__(self, params: MultipleChoice) -> None:
-        self.params = params
+        self.params, self.field = params, params.field
 
-    def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
-        """None for a row whose metadata lacks the answer."""
-        return [self._one(row) for row in rows]
-
-    def _one(self, row: RewardRequest) -> float | None:
-        gold = row.metadata.get(self.params.field)
-        if gold is None:
-            return None
-        letter, weight = extract(row.completion, self.params.mode)
-        if letter != normalized(str(gold)):
+    def compare(self, answer: str, completion: str) -> float:
+        letter, weight = extract(completion, self.params.mode)
+        if letter != normalized(answer):
             return 0.0
         return weight or 1.0  # an empty answer equals an empty extraction

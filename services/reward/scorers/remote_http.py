@@ -9,25 +9,20 @@ service is one.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from services.reward.scorers.http import Caller
+from services.reward.scorers.http import Caller, authorization
 from shared.config.builtin import RemoteHttp
-from shared.config.problems import bad
 from shared.types.rewards import RewardRequest
 
 
 class RemoteHttpScorer:
     def __init__(self, params: RemoteHttp, transport: Any = None) -> None:
         self.params = params
-        key = os.environ.get(params.key_variable, "") if params.key_variable else ""
-        if params.key_variable and not key:
-            raise bad("key_variable", params.key_variable, "this variable is not set where the reward service runs")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = authorization(params)
         if params.version is not None:
             headers["X-Scorer-Version"] = params.version
         self.caller = Caller(

@@ -69,7 +69,7 @@ class Plain:
         groups, heads = [], []
         for index, samples in enumerate(slices):
             found = verdict(self.scorer.score, [row for sample in samples for row in requests(sample)])
-            head = filled(samples, "", 0.0).head
+            head = filled(samples, ()).head
             heads.append(head)
             groups.append(self.group(number * size + index, head, found.scores))
         pieces = train_slices(self.plan, groups, self.recipe.algorithm.advantage)

@@ -19,7 +19,7 @@ from shared.wire import codec
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import connect
 from shared.wire.consumer import Consumer
-from shared.wire.envelope import LogEntry, Published, Saved, ScoreHead, Started, Trained
+from shared.wire.envelope import LogEntry, Published, Saved, ScoreHead, Span, Started, Trained
 from shared.wire.errors import Poison
 from shared.wire.hops import Result, Work
 from shared.wire.keys import JobKeys, assignment
@@ -52,10 +52,13 @@ class Instant:
             out.append(future)
         return out
 
+    def span(self) -> Span:
+        return Span(self.stage, "simulated", time.time() - self.delay, self.delay)
+
     def _result(self, work: Work) -> Result:
         rows = work.envelope.slice[1] - work.envelope.slice[0]
         if self.stage.startswith("reward"):
-            return ScoreHead(scores=tuple(float(i % 2) for i in range(rows)))
+            return ScoreHead(scores=tuple(float(i % 2) for i in range(rows)), span=self.span())
         assert work.inline is not None
         [sample] = codec.decode(work.inline, list[Sample])
         segment = TextSegment(
@@ -70,7 +73,7 @@ class Instant:
             status=("ok",) * rows,
             output_version=version,
         )
-        return filled([sample], "simulated", self.delay)
+        return filled([sample], (self.span(),))
 
 
 class Simulated:
@@ -130,9 +133,13 @@ class Simulated:
 
     def apply(self, link: Link, entry: LogEntry, versions: dict[str, int]) -> dict[str, int]:
         if entry.kind == "train":
-            link.bodies(entry)
+            with link.timed("train"):
+                link.bodies(entry)
             versions = {"policy": versions["policy"] + 1}
-            link.report(Trained(seq=entry.seq, id=entry.id, versions=versions, updates={"policy": 1}, metrics={"loss": 0.5}))
+            updates, metrics = {"policy": 1}, {"loss": 0.5}
+            link.report(
+                Trained(seq=entry.seq, id=entry.id, versions=versions, updates=updates, metrics=metrics, spans=link.told())
+            )
         elif entry.kind == "publish":
             link.report(Published(track="policy", version=versions["policy"], nbytes=1))
         elif entry.kind == "checkpoint":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -126,6 +127,22 @@ def lineage(job: str, name: str, as_json: bool) -> None:
     put(mesh_api().get(f"/v1/jobs/{job}/lineage", id=name), as_json, show.lineage_tree)
 
 
+@click.command()
+@click.argument("job")
+@click.option("--step", type=int, required=True)
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="File to write [default: JOB-STEP.trace.json].")
+@AS_JSON
+def trace(job: str, step: int, out: Path | None, as_json: bool) -> None:
+    """Write who did what when in one step, as a file for ui.perfetto.dev or chrome://tracing."""
+    found = mesh_api().get(f"/v1/jobs/{job}/trace", step=step)
+    if as_json:
+        print_json(found)
+        return
+    place = out or Path(f"{job}-{step}.trace.json")
+    place.write_text(json.dumps(found))
+    click.echo(f"{place}: {sum(event['ph'] == 'X' for event in found['traceEvents'])} spans; open it in ui.perfetto.dev")
+
+
 @click.command("dead-letters")
 @click.argument("job")
 @click.option("--reissue", multiple=True, metavar="ID", help="Issue the prompt of this letter again.")
@@ -174,7 +191,7 @@ def _order(name: str, text: str) -> click.Command:
 
 
 def add_commands(group: click.Group) -> None:
-    for command in (status, watch, jobs, steps, samples, lineage, dead_letters, workers, recipes):
+    for command in (status, watch, jobs, steps, samples, lineage, trace, dead_letters, workers, recipes):
         group.add_command(command)
     for name, text in (
         ("pause", "Stop issuing new groups; what is in flight completes."),

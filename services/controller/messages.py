@@ -36,7 +36,7 @@ from shared.types.segments import TextSegment
 from shared.wire import codec
 from shared.wire.bodies import REDIS_LIMIT, BodyStore
 from shared.wire.codec import pack
-from shared.wire.envelope import Envelope, GroupNote, LogEntry, PartHead, SliceHead, TrainSlice, envelope_fields
+from shared.wire.envelope import Envelope, GroupNote, LogEntry, PartHead, SliceHead, Span, TrainSlice, envelope_fields
 from shared.wire.keys import GROUP
 from shared.wire.scripts import Write, hset, send, xadd
 
@@ -72,6 +72,8 @@ class Writer:
     def __init__(self, job: Job, store: BodyStore) -> None:
         self.job, self.store, self.keys, self.plan = job, store, job.keys, job.doc.plan
         self.prepared: dict[int, Request] = {}
+        self.acts: list[Span] = []
+        """What the runner did since the step before."""
 
     def prepare(self, state: State) -> None:
         """Builds the next batch's requests ahead, while a batch trains: then issuing them is only sending them."""
@@ -105,7 +107,7 @@ class Writer:
                 case Close():
                     out += self._close(command)
                 case Stepped():
-                    out.append(xadd(self.keys.steps, {"m": pack(self._step(command, after))}))
+                    out += self._stepped(command, after)
                 case Evaluated():
                     out.append(hset(self.keys.evals, {command.run.tag: pack(self._evaluation(command))}))
                 case Covered():
@@ -269,6 +271,15 @@ class Writer:
         out.append(Write("ZREM", self.keys.open, command.gids))
         return out + [Write("UNLINK", self.keys.group(gid)) for gid in command.gids]
 
+    def _stepped(self, command: Stepped, after: State) -> list[Write]:
+        """The step's figures, and who did what when of the newest steps."""
+        spans, self.acts = (*command.trained.spans, *self.acts), []
+        return [
+            xadd(self.keys.steps, {"m": pack(self._step(command, after))}),
+            xadd(self.keys.spans, {"step": after.root.batches, "t": pack(spans)}),
+            Write("XTRIM", self.keys.spans, ("MAXLEN", "~", self.job.recipe.logging.keep_steps)),
+        ]
+
     def _step(self, command: Stepped, after: State) -> dict[str, Any]:
         record, trained = command.record, command.trained
         return {
@@ -321,7 +332,7 @@ def _note(group: Group) -> GroupNote:
         issued_at=group.issued_at,
         ready_at=group.ready_at,
         components=group.components,
-        scored_by=group.scored_by,
+        scored=group.scored,
     )
 
 

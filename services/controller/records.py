@@ -64,6 +64,7 @@ class Trained(msgspec.Struct, frozen=True):
 
     def _slice(self, piece: TrainSlice, components: Mapping[str, Sequence[float]], step: int) -> Iterator[dict[str, Any]]:
         head = piece.head
+        makers = [span.worker for span in head.spans if span.name.startswith("rollout.")]
         for number, (part, rewards, advantages) in enumerate(zip(head.parts, piece.rewards, piece.advantages, strict=True), 1):
             for row, name in enumerate(part.ids):
                 prompt, completion = self.texts.get(name, (None, None))
@@ -79,8 +80,8 @@ class Trained(msgspec.Struct, frozen=True):
                     "status": part.status[row] if part.status else "ok",
                     "tokens": part.lengths[row] if part.lengths else None,
                     "version": part.versions[row] if part.versions else None,
-                    "worker": head.worker,
-                    "seconds": head.seconds,
+                    "worker": makers[number - 1] if number <= len(makers) else "",
+                    "seconds": {span.name: span.seconds for span in head.spans},
                     "prompt": prompt,
                     "completion": completion,
                 }
@@ -166,6 +167,12 @@ class Records:
                     break
         return found[:limit]
 
+    def step(self, step: int) -> list[tuple[GroupNote, tuple[TrainSlice, ...]]]:
+        """The groups that the step was trained on."""
+        with self.open() as connection:
+            rows = connection.execute("SELECT data FROM groups WHERE step = ? ORDER BY root", (step,)).fetchall()
+        return [(kept.note, kept.slices) for kept in (unpack(data, Trained) for (data,) in rows)]
+
     def body(self, gid: str, name: str) -> BodyRef | None:
         """Where the message of a sample's slice lies (or lay)."""
         with self.open() as connection:
@@ -189,7 +196,8 @@ class Records:
             if samples:
                 note = kept.note
                 group = {"gid": gid, "root": root, "issue": int(gid.rpartition("#")[2]), "step": step, "seq": kept.seq}
-                times = {"issued_at": note.issued_at, "ready_at": note.ready_at, "scored_by": note.scored_by}
+                scored_by = {span.name.partition(".")[2]: span.worker for span in reversed(note.scored)}
+                times = {"issued_at": note.issued_at, "ready_at": note.ready_at, "scored_by": scored_by}
                 found.append({**group, "incarnation": kept.incarnation, **times, "samples": samples})
         return sorted(found, key=lambda group: group["issue"])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from shared.config.settings import Settings
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, answered
 from shared.wire.codec import unpack
-from shared.wire.envelope import ENDED, read_event
+from shared.wire.envelope import ENDED, Span, read_event
 from shared.wire.errors import WireError
 from shared.wire.keys import GROUP
 from shared.wire.scripts import Entry, Scripts, Write, ensure_group, new_revision, no_group, text, xadd
@@ -47,6 +49,7 @@ class Runner:
         self.client = connect()
         self.scripts = Scripts(self.client)
         self.token, self.lease_ms = uuid4().hex, lease_ms
+        self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.backend = open_bodies(settings.bodies, job.doc.id)
         self.writer = Writer(job, BodyStore(self.client, self.keys, self.backend))
         logging_section = job.recipe.logging
@@ -134,8 +137,8 @@ class Runner:
 
     def _step(self, revision: str, state: State, entries: Sequence[Entry]) -> tuple[str, State] | None:
         """One commit. None: it was refused, or the lease is gone; start again from the durable state."""
+        now, clock = time.time(), time.monotonic()
         events = self._events(entries)
-        now = time.time()
         nonce = uuid4().hex[:12]
         after, commands = self._advance(state, events, now, nonce)
         if any(isinstance(c, Restore) for c in commands):
@@ -148,7 +151,10 @@ class Runner:
         writes = self.writer.writes(state, after, commands)
         writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]
         self.refused.clear()
-        return self.commit(revision, after, [e.id for e in entries], writes)
+        done = self.commit(revision, after, [e.id for e in entries], writes)
+        if entries:
+            self.writer.acts.append(Span("commit", self.name, now, time.monotonic() - clock))
+        return done
 
     def commit(self, revision: str, after: State, taken: Sequence[str], writes: Sequence[Write]) -> tuple[str, State] | None:
         fresh = new_revision(revision)

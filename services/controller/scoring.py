@@ -40,8 +40,7 @@ def scored(plan: Plan, group: Group, event: Completed, now: float, order: int) -
         slices=heads,
         rewards=tuple(rewards.tolist()),
         components=components,
-        scored_by={n: s.worker for n, s in event.slices[0].scores.items()},
-        reward_seconds=max(h.seconds for s in event.slices for h in s.scores.values()),
+        scored=tuple(score.span for s in event.slices for score in s.scores.values() if score.span is not None),
         ready_at=now,
         order=order,
     )
@@ -137,7 +136,8 @@ def batch_stats(plan: Plan, root: Root, groups: Sequence[Group]) -> dict[str, fl
     stale = [root.current.get(p.track, 0) - v for p in parts for v in p.versions]
     out |= {"staleness": float(np.mean(stale)), "staleness_max": float(max(stale))} if stale else {}
     first = min(g.issued_at for g in groups)
-    out["seconds/rollout"] = max(h.seconds.get("rollout", 0.0) for g in groups for h in g.slices or ())
-    out["seconds/reward"] = max(g.reward_seconds for g in groups)
+    for span in (span for g in groups for head in g.slices or () for span in (*head.spans, *g.scored)):
+        stage = f"seconds/{span.name.partition('.')[0]}"
+        out[stage] = max(out.get(stage, 0.0), span.seconds)
     out["seconds/gather"] = max(g.ready_at for g in groups) - first
     return out

@@ -33,7 +33,7 @@ class Stream:
     def __init__(self, settings: Settings, job: str, name: str, reward: Reward) -> None:
         keys, client = JobKeys(job), connect(settings.redis_url)
         store = BodyStore(client, keys, open_bodies(settings.bodies, job))
-        self.handler = ScoreHandler(reward.scorers[name], store, f"{socket.gethostname()}-{os.getpid()}")
+        self.handler = ScoreHandler(name, reward.scorers[name], store, f"{socket.gethostname()}-{os.getpid()}")
         lease = settings.lease_s
         policy = Policy(lease, lease / 5, stall_s=2 * reward.scorers[name].timeout_s + 60)
         self.consumer = Consumer(lambda: connect(settings.redis_url), keys, f"reward.{name}", self.handler, None, policy)

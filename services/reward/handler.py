@@ -18,7 +18,7 @@ from shared.types.sample import Sample
 from shared.types.segments import TextSegment
 from shared.wire import codec
 from shared.wire.bodies import BodyStore
-from shared.wire.envelope import ScoreHead
+from shared.wire.envelope import ScoreHead, Span
 from shared.wire.errors import BodyLost, WireError
 from shared.wire.hops import Result, Work, ref_of
 
@@ -30,8 +30,8 @@ Batch = list[tuple[Work, "Future[Result]"]]
 class ScoreHandler:
     """One scorer of one job. Works in a thread of its own, so that leases are renewed while a slow scorer thinks."""
 
-    def __init__(self, section: ScorerSection, store: BodyStore, worker: str, most: int = 256) -> None:
-        self.store, self.worker, self.most = store, worker, most
+    def __init__(self, name: str, section: ScorerSection, store: BodyStore, worker: str, most: int = 256) -> None:
+        self.name, self.store, self.worker, self.most = name, store, worker, most
         self.ask, self.close_scorer = _asker(section)
         self.queue: SimpleQueue[Batch | None] = SimpleQueue()
         self.progress = time.monotonic()
@@ -89,11 +89,12 @@ class ScoreHandler:
             return error
 
     def _score(self, samples: list[Sample]) -> ScoreHead:
-        started = time.monotonic()
+        started, clock = time.time(), time.monotonic()
         rows = [row for sample in samples for row in requests(sample)]
         response = self.ask(rows)
         self.progress = time.monotonic()
-        return ScoreHead(scores=response.scores, errors=response.errors, worker=self.worker, seconds=self.progress - started)
+        span = Span(f"reward.{self.name}", self.worker, started, self.progress - clock)
+        return ScoreHead(scores=response.scores, errors=response.errors, span=span)
 
 
 def _hand_over(held: list[tuple[Future[Result], ScoreHead | Exception]]) -> None:

@@ -18,7 +18,7 @@ from shared.types.segments import TextSegment
 from shared.weights.store import WeightStore
 from shared.wire import codec
 from shared.wire.bodies import BodyStore
-from shared.wire.envelope import Envelope, Need, PartHead, SliceHead
+from shared.wire.envelope import Envelope, Need, PartHead, SliceHead, Span
 from shared.wire.errors import BodyLost
 from shared.wire.hops import Filled, Result, Work, ref_of
 
@@ -44,6 +44,8 @@ class RolloutHandler:
     ) -> None:
         self.engine, self.weights, self.prefetch, self.bodies = engine, weights, prefetch, bodies
         self.track, self.worker, self.patience_s = track, worker, patience_s
+        self.adopted: list[Span] = []
+        """Adoptions that no result has told of yet."""
         self.held: tuple[int, int] | None = None
         """(incarnation, version) that the engine has."""
         self.queue: SimpleQueue[list[Pair] | None] = SimpleQueue()
@@ -95,7 +97,9 @@ class RolloutHandler:
             if version == need.version or (need.how == "at_least" and version > need.version):
                 return
         wanted = self._wait(incarnation, need)
+        started = time.time()
         self.engine.adopt(self.track, wanted, self.prefetch.take(incarnation, wanted))
+        self.adopted.append(Span(f"adopt v{wanted}", self.worker, started, time.time() - started))
         self.held = (incarnation, wanted)
         self.progress = time.monotonic()
 
@@ -121,11 +125,11 @@ class RolloutHandler:
             return None
 
     def _start(self, pieces: Sequence[tuple[Work, Future[Result], Slice]], alone: bool) -> None:
-        started = time.monotonic()
+        started, clock = time.time(), time.monotonic()
 
         def done(outcomes: Sequence[tuple[int, Outcome]]) -> None:
-            seconds = time.monotonic() - started
-            results = [(pieces[place][1], self._result(outcome, seconds)) for place, outcome in outcomes]
+            own = Span(f"rollout.{self.track}", self.worker, started, time.monotonic() - clock)
+            results = [(pieces[place][1], self._result(outcome, pieces[place][0], own)) for place, outcome in outcomes]
             for future, result in results:  # in one go, so that they are committed together
                 if isinstance(result, Exception):
                     future.set_exception(result)
@@ -134,19 +138,21 @@ class RolloutHandler:
 
         self.engine.submit([samples for _, _, samples in pieces], done, alone)
 
-    def _result(self, outcome: Outcome, seconds: float) -> Filled | Exception:
+    def _result(self, outcome: Outcome, work: Work, own: Span) -> Filled | Exception:
+        if isinstance(outcome, Exception):
+            return outcome
+        adopted, self.adopted = self.adopted, []
         try:
-            return outcome if isinstance(outcome, Exception) else filled(outcome, self.worker, seconds)
+            return filled(outcome, (*work.envelope.head.spans, *adopted, own))
         except ValueError as error:
             return error
 
 
-def filled(samples: Slice, worker: str, seconds: float) -> Filled:
+def filled(samples: Slice, spans: tuple[Span, ...]) -> Filled:
     """Head and body of a filled slice. Samples of one shape share their Parts; otherwise turns are merged by number."""
     depth = max(len(s.gen_parts) for s in samples)
     parts = tuple(_part_head([s.gen_parts[k] for s in samples if len(s.gen_parts) > k]) for k in range(depth))
-    head = SliceHead(parts=parts, worker=worker, seconds={"rollout": seconds})
-    return Filled(head, codec.encode_parts(samples))
+    return Filled(SliceHead(parts=parts, spans=spans), codec.encode_parts(samples))
 
 
 def _part_head(parts: Sequence[Part]) -> PartHead:

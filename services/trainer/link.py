@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +16,7 @@ from shared.weights.checkpoints import Position
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY, answered
 from shared.wire.codec import Buffer, pack, unpack
-from shared.wire.envelope import LogEntry, Message, RolledBack, Saved, Trained
+from shared.wire.envelope import LogEntry, Message, RolledBack, Saved, Span, Trained
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys, assignment
 from shared.wire.scripts import Scripts, text
@@ -41,6 +42,9 @@ class Link:
         self.ahead: deque[tuple[bytes, dict[bytes, bytes]]] = deque()
         self.recent: deque[tuple[Message, bytes]] = deque(maxlen=16)
         """What was reported lately: a Redis that comes back without it is told again."""
+        self.worker = agent
+        self.spans: list[Span] = []
+        """What this rank did, and no word has told of yet."""
         self.run_id = self._server()
         answer = answered(lambda: self.scripts.run("fence", [assignment(agent), keys.meta], packed_assignment, self.fence))
         if text(answer) != "OK":
@@ -60,6 +64,20 @@ class Link:
         """Tells rollouts that they may read a version ahead. A hint: nobody waits for it."""
         with contextlib.suppress(redis.RedisError):
             self.client.publish(self.keys.published(track), pack((incarnation, version)))
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Notes the time for the next word on a trained record."""
+        start, clock = time.time(), time.monotonic()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(name, self.worker, start, time.monotonic() - clock))
+
+    def told(self) -> tuple[Span, ...]:
+        """The spans so far, which are then told."""
+        found, self.spans = self.spans, []
+        return tuple(found)
 
     def words(self) -> tuple[bytes, ...]:
         """What a checkpoint keeps of what was reported: the records that nobody will redo after it."""

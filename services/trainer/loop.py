@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from services.trainer.world import World
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
 from shared.wire.codec import Buffer, pack, unpack
-from shared.wire.envelope import Failure, LogEntry, RolledBack, Saved, Started, Trained
+from shared.wire.envelope import Failure, LogEntry, RolledBack, Saved, Span, Started, Trained
 from shared.wire.errors import BodyLost
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ class Trainer:
             self.link.report(entry)
             return Word(kind="quit")
         try:
-            self.opened = self.link.bodies(entry)
+            with self.link.timed("read") if entry.slices else nullcontext():
+                self.opened = self.link.bodies(entry)
         except BodyLost as error:
             self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
             return Word(kind="quit")
@@ -98,13 +99,13 @@ class Trainer:
         return entry.kind != "stop"
 
     def _train(self, entry: LogEntry) -> None:
-        started = time.monotonic()
         opened = self.opened or []
-        result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i]))
+        with self.link.timed("train") if self.link is not None else nullcontext():
+            result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i]))
         if self.link is not None:
-            self.link.report(self._trained(entry, result, time.monotonic() - started))
+            self.link.report(self._trained(entry, result, self.link.told()))
 
-    def _trained(self, entry: LogEntry, result: StepResult, seconds: float) -> Trained:
+    def _trained(self, entry: LogEntry, result: StepResult, spans: tuple[Span, ...]) -> Trained:
         return Trained(
             seq=entry.seq,
             id=entry.id,
@@ -112,7 +113,7 @@ class Trainer:
             updates={self.track: result.updates},
             metrics=result.metrics,
             reason=result.reason,
-            seconds=seconds,
+            spans=spans,
         )
 
     def publish(self) -> None:
@@ -125,6 +126,13 @@ class Trainer:
         weights, optimizer = self.backend.weights(), self.backend.optimizer_state(self.stack.optimizer)
         if self.link is None or self.publisher is None:
             return
+        with self.link.timed("checkpoint"):
+            self._write(entry, weights, optimizer)
+        self.link.report(Saved(seq=entry.seq))
+        checkpoints.prune(self.checkpoints, self.keep_checkpoints)
+
+    def _write(self, entry: LogEntry, weights: Any, optimizer: Any) -> None:
+        assert self.link is not None and self.publisher is not None
         self.publisher.flush()
         versions = {self.track: self.stack.progress.version}
         position = Position(self.incarnation, entry.seq, entry.id, versions, self.link.words())
@@ -133,8 +141,6 @@ class Trainer:
             checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
             save_file({"cpu": checkpoint.rng_state()}, folder / "rng.safetensors")
             (folder / checkpoints.STATE_FILE).write_bytes(entry.state)
-        self.link.report(Saved(seq=entry.seq))
-        checkpoints.prune(self.checkpoints, self.keep_checkpoints)
 
     def resume(self) -> Position | None:
         """Loads the newest complete checkpoint on all ranks; None without one."""

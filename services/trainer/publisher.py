@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import safetensors.torch
 from torch import Tensor
@@ -28,15 +29,17 @@ class Publisher:
         replace: bool,
         report: Callable[[Published], None],
         announce: Callable[[str, int, int], None] = lambda track, incarnation, version: None,
+        timed: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         """
         Args:
             replace: a newer snapshot replaces an older one that is not written yet (no request demands exactly it).
             report: tells the controller of a complete version.
             announce: tells whoever may want to read it ahead, first.
+            timed: notes how long a version took.
         """
         self.store, self.incarnation, self.keep, self.replace = store, incarnation, keep, replace
-        self.report, self.announce = report, announce
+        self.report, self.announce, self.timed = report, announce, timed
         self.waiting: list[tuple[int, Snapshot]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
@@ -79,7 +82,8 @@ class Publisher:
 
     def _write(self, version: int, snapshot: Snapshot) -> None:
         started = time.monotonic()
-        size = self.store.publish(self.incarnation, version, shards(snapshot))
+        with self.timed(f"publish v{version}"):
+            size = self.store.publish(self.incarnation, version, shards(snapshot))
         self.announce(self.store.track, self.incarnation, version)
         seconds = time.monotonic() - started
         self.report(Published(track=self.store.track, version=version, nbytes=size, seconds=seconds))

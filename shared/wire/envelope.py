@@ -28,6 +28,17 @@ class BodyRef(msgspec.Struct, frozen=True, kw_only=True):
     xxh3: str | None = None
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Who did what, and when."""
+
+    name: str
+    """A stage (`rollout.policy`, `reward.exact`), or an act of the trainer (`train`, `publish` …)."""
+    worker: str
+    start: float
+    """Seconds since the epoch, by the clock of the worker's host."""
+    seconds: float
+
+
 class PartHead(msgspec.Struct, frozen=True, kw_only=True):
     """What the controller knows of one generated Part of a slice."""
 
@@ -48,9 +59,8 @@ class SliceHead(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[PartHead, ...]
     body: BodyRef | None = None
     """None: the body is inline, in the entry's field `b`."""
-    worker: str = ""
-    seconds: dict[str, float] = {}
-    """Time spent by stage."""
+    spans: tuple[Span, ...] = ()
+    """One of each stage that it has passed, the last one last; others (weights adopted) may stand between."""
 
 
 class ScoreHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +69,7 @@ class ScoreHead(msgspec.Struct, frozen=True, kw_only=True):
     scores: tuple[float, ...]
     """Per row of the last generated Part; NaN = failed."""
     errors: dict[int, str] = {}
-    worker: str = ""
-    seconds: float = 0.0
+    span: Span | None = None
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +116,8 @@ class GroupNote(msgspec.Struct, frozen=True, kw_only=True):
     ready_at: float = 0.0
     components: dict[str, tuple[float, ...]] = {}
     """By scorer, per row of the last generated Part."""
-    scored_by: dict[str, str] = {}
-    """The worker of each scorer (of the first slice)."""
+    scored: tuple[Span, ...] = ()
+    """One of each scorer and slice."""
 
 
 class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +149,12 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, tag="trained"):
     metrics: dict[str, float] = {}
     reason: str = ""
     """Why there were 0 updates; empty otherwise."""
-    seconds: float = 0.0
+    spans: tuple[Span, ...] = ()
+    """What the trainer did since it answered the record before; the training is the last."""
+
+    @property
+    def seconds(self) -> float:
+        return self.spans[-1].seconds if self.spans else 0.0
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):

@@ -107,6 +107,11 @@ class JobKeys:
         return self.of("steps")
 
     @property
+    def spans(self) -> str:
+        """Stream: who did what when in the newest steps (msgpack)."""
+        return self.of("spans")
+
+    @property
     def events(self) -> str:
         """Stream: what happened, for people; append-only."""
         return self.of("events")

@@ -127,3 +127,22 @@ def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_fo
         api.post(f"/v1/jobs/{job}/cancel")
     plain = submit(api, recipe(model_folder))
     assert api.post(f"/v1/jobs/{plain}/evaluate").status_code == 422
+
+
+def test_a_trace_shows_who_did_what_when(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    job = submit(api, recipe(model_folder, steps=3, data__batch_size=2))
+    began = time.time()
+    with Simulated(settings, job, delay=0.05):
+        until(api, job, "done")
+    trace = api.get(f"/v1/jobs/{job}/trace", params={"step": 2}).json()
+    processes = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    of = {name: [e for e in spans if e["name"] == name] for name in ("rollout.policy", "reward.exact", "train", "commit")}
+    assert all(of.values()) and {processes[e["pid"]] for e in of["rollout.policy"]} == {"rollout simulated"}
+    groups = [e for e in spans if e["cat"] == "groups"]
+    assert len(groups) == 2 and len({(e["pid"], e["tid"]) for e in groups}) == 2, "what overlaps lies in lanes of its own"
+    for span in spans:
+        assert began * 1e6 < span["ts"] < time.time() * 1e6 and 0 <= span["dur"] < 20e6
+    order = [min(e["ts"] for e in of[name]) for name in ("rollout.policy", "reward.exact", "train")]
+    assert order == sorted(order) and min(g["ts"] for g in groups) <= order[0]
+    assert api.get(f"/v1/jobs/{job}/trace", params={"step": 4}).status_code == 404

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Response
 
-from services.controller import letters
+from services.controller import letters, tracing
 from services.controller.api import problem
 from services.controller.api.core import Core
 from services.controller.records import Records
@@ -61,6 +61,11 @@ def samples_router(core: Core) -> APIRouter:
         if not found:
             raise HTTPException(404, f"nothing that was trained is called {id!r} (or it is older than logging.keep_steps)")
         return found
+
+    @router.get("/{job}/trace")
+    def trace(job: str, step: Annotated[int, Query(ge=1, le=MOST_STEPS)]) -> dict[str, Any]:
+        """Who did what when in one step, in the Trace Event Format that Perfetto and Chrome open."""
+        return tracing.of_step(core.client, core.job(job).id, records(job), step)
 
     @router.get("/{job}/dead-letters")
     def dead_letters(job: str, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.wire.envelope import BodyRef, Completed, Message, Need, SliceHead, Trained
+from shared.wire.envelope import BodyRef, Completed, Message, Need, SliceHead, Span, Trained
 
 Phase = Literal["starting", "running", "finishing", "done", "failed", "cancelled"]
 
@@ -87,9 +87,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rewards: tuple[float, ...] = ()
     """Of the last generated Part, in the order of its ids."""
     components: dict[str, tuple[float, ...]] = {}
-    scored_by: dict[str, str] = {}
-    """The worker of each scorer (of the first slice)."""
-    reward_seconds: float = 0.0
+    scored: tuple[Span, ...] = ()
+    """One of each scorer and slice."""
     ready_at: float = 0.0
     order: int = 0
     """Its place among the completed groups."""

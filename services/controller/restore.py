@@ -52,6 +52,7 @@ def from_cut(saved: Cut, incarnation: int) -> Root:
         current={},
         published={},
         unsynced=(),
+        trained_seq=0,
         trainer_up=False,
         last_id="",
     )

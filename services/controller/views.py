@@ -93,6 +93,8 @@ def waits_for(plan: Plan, root: Root, groups: Iterable[Group]) -> str:
     flights = [g for g in groups if g.kind == "train" and g.slices is None]
     if training is not None:
         return f"the trainer: step {root.batches + 1} ({since})"
+    if flights and any(need.version > root.published.get(t, 0) for t, need in flights[0].needs.items()):
+        return f"the publish of version {root.current[plan.tracks[0]]} ({since})"
     if flights:
         return f"rollout and reward of {len(flights)} groups ({since})"
     if root.evals:

@@ -22,6 +22,9 @@ from shared.wire.envelope import Envelope, Need, PartHead, SliceHead, Span
 from shared.wire.errors import BodyLost
 from shared.wire.hops import Filled, Result, Work, ref_of
 
+LEFT_BEHIND_S = 10.0
+"""A shared folder may show an older version later than a newer one, but not so late."""
+POLL_S = 0.05
 Pair = tuple[Work, "Future[Result]"]
 
 
@@ -40,12 +43,14 @@ class RolloutHandler:
         bodies: BodyStore,
         track: str,
         worker: str,
-        patience_s: float = 120,
+        patience_s: float = 3600,
     ) -> None:
+        """`patience_s`: longest wait for a version that is still to be published."""
         self.engine, self.weights, self.prefetch, self.bodies = engine, weights, prefetch, bodies
         self.track, self.worker, self.patience_s = track, worker, patience_s
         self.adopted: list[Span] = []
         """Adoptions that no result has told of yet."""
+        self.closing = threading.Event()
         self.held: tuple[int, int] | None = None
         """(incarnation, version) that the engine has."""
         self.queue: SimpleQueue[list[Pair] | None] = SimpleQueue()
@@ -66,6 +71,7 @@ class RolloutHandler:
         return [future for _, future in pairs]
 
     def close(self) -> None:
+        self.closing.set()
         self.queue.put(None)
         self.thread.join(5)
         self.prefetch.close()
@@ -77,7 +83,7 @@ class RolloutHandler:
             for (incarnation, need), same in groupby(pairs, lambda pair: self._need(pair[0].envelope)):
                 batch = list(same)
                 try:
-                    self._adopt(incarnation, need)
+                    self._adopt(incarnation, need, [work for work, _ in batch])
                 except Exception as error:  # the thread's outer loop: the version is missing, damaged or does not fit
                     for _, future in batch:
                         future.set_exception(error)
@@ -90,31 +96,40 @@ class RolloutHandler:
     def _need(self, envelope: Envelope) -> tuple[int, Need]:
         return envelope.incarnation, envelope.needs[self.track]
 
-    def _adopt(self, incarnation: int, need: Need) -> None:
+    def _adopt(self, incarnation: int, need: Need, works: Sequence[Work]) -> None:
         """Pulls the version that is needed, unless it is held."""
         if self.held is not None and self.held[0] == incarnation:
             version = self.held[1]
             if version == need.version or (need.how == "at_least" and version > need.version):
                 return
-        wanted = self._wait(incarnation, need)
+        wanted = self._wait(incarnation, need, works)
         started = time.time()
         self.engine.adopt(self.track, wanted, self.prefetch.take(incarnation, wanted))
         self.adopted.append(Span(f"adopt v{wanted}", self.worker, started, time.time() - started))
         self.held = (incarnation, wanted)
         self.progress = time.monotonic()
 
-    def _wait(self, incarnation: int, need: Need) -> int:
-        """The version to take: exactly the needed one, or the newest that is at least it."""
-        deadline = time.monotonic() + self.patience_s
-        while time.monotonic() < deadline:
+    def _wait(self, incarnation: int, need: Need, works: Sequence[Work]) -> int:
+        """The version to take: exactly the needed one, or the newest that is at least it.
+
+        Messages may come before the version that they need is complete, so this waits for the trainer as long as it takes; but
+        not for a version that newer ones have left behind, nor for messages that have been given to others or withdrawn.
+        """
+        began = time.monotonic()
+        while True:
             if need.how == "exactly" and self.weights.has(incarnation, need.version):
                 return need.version
-            newest = self.weights.newest(incarnation) if need.how == "at_least" else None
-            if newest is not None and newest >= need.version:
+            newest = self.weights.newest(incarnation)
+            if need.how == "at_least" and newest is not None and newest >= need.version:
                 return newest
+            left_behind = newest is not None and newest > need.version
+            if (waited := time.monotonic() - began) > (LEFT_BEHIND_S if left_behind else self.patience_s):
+                why = f"the store has {newest}" if left_behind else f"did not appear within {waited:.0f} s"
+                raise VersionMissing(f"version {need.version} of {self.track}: {why}")
+            if self.closing.is_set() or all(work.cancelled.is_set() for work in works):
+                raise VersionMissing(f"nobody waits for version {need.version} of {self.track} any more")
             self.progress = time.monotonic()
-            time.sleep(0.02)
-        raise VersionMissing(f"version {need.version} of {self.track} did not appear within {self.patience_s:g} s")
+            self.prefetch.wait(POLL_S)
 
     def _open(self, work: Work, future: Future[Result]) -> Slice | None:
         """The request's Samples; None if the future has its error."""

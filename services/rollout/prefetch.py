@@ -37,6 +37,7 @@ class Prefetch:
         self.store, self.load, self.holder = store, load, holder
         self.channel = keys.published(store.track)
         self.lock = threading.Lock()
+        self.hinted = threading.Event()
         self.staged: tuple[tuple[int, int], Any] | None = None
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(connect(),), name="prefetch", daemon=True)
@@ -49,6 +50,11 @@ class Prefetch:
         if staged is not None and staged[0] == (incarnation, version):
             return staged[1]
         return self._read(incarnation, version)
+
+    def wait(self, seconds: float) -> None:
+        """Until a version is announced, or so long."""
+        self.hinted.wait(seconds)
+        self.hinted.clear()
 
     def close(self) -> None:
         self.closed.set()
@@ -73,6 +79,7 @@ class Prefetch:
         try:
             place = msgspec.msgpack.decode(data, type=tuple[int, int])
             with self.lock:  # whoever takes this version meanwhile waits for it
+                self.hinted.set()
                 self.staged = place, self._read(*place)
         except (msgspec.MsgspecError, OSError, WeightsDamaged) as error:
             log.warning("a version was not read ahead: %s", error)

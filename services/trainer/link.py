@@ -118,6 +118,10 @@ class Link:
             return RolledBack(seq=self.seq, detail=detail)
         return entry
 
+    def publish_follows(self) -> bool:
+        """Whether the record after the one just returned is known, and is a publish."""
+        return bool(self.ahead) and unpack(self.ahead[0][1][b"e"], LogEntry).kind == "publish"
+
     def _lost(self) -> RolledBack | None:
         """On an idle poll: the record applied last must still be there, or lie below the trimmed part."""
         if (server := self._server()) != self.run_id:

@@ -33,6 +33,8 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """nop, record, or quit (stop without an answer)."""
     entry: LogEntry | None = None
+    publishes: bool = False
+    """A publish record follows this one, so the snapshot can be taken before anything else is done."""
     bodies: tuple[bytes, ...] = ()
     """Small bodies of the record, which only rank 0 can read; empty with one rank."""
 
@@ -53,6 +55,8 @@ class Trainer:
     stopping: Any
     """Callable: whether SIGTERM has come."""
     opened: list[Buffer] | None = None
+    handed: int = -1
+    """Version of the newest snapshot."""
 
     def run(self) -> None:
         """Waits for: records of the log (rank 0), control words (the others). Unblocked by: the controller's commit."""
@@ -62,7 +66,7 @@ class Trainer:
                 return
             if word.entry is not None:
                 self.opened = list(word.bodies) or self.opened
-                if not self._apply(word.entry):
+                if not self._apply(word.entry, word.publishes):
                     return
 
     def _next(self) -> Word:
@@ -83,13 +87,13 @@ class Trainer:
             self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
             return Word(kind="quit")
         shared = self.opened if self.world.size > 1 else []
-        return Word(kind="record", entry=entry, bodies=tuple(map(bytes, shared)))
+        return Word(kind="record", entry=entry, publishes=self.link.publish_follows(), bodies=tuple(map(bytes, shared)))
 
-    def _apply(self, entry: LogEntry) -> bool:
+    def _apply(self, entry: LogEntry, publishes: bool) -> bool:
         """One record; False after `stop`."""
         match entry.kind:
             case "train":
-                self._train(entry)
+                self._train(entry, publishes)
             case "publish":
                 self.publish()
             case "checkpoint":
@@ -98,10 +102,12 @@ class Trainer:
             self.link.applied(entry)
         return entry.kind != "stop"
 
-    def _train(self, entry: LogEntry) -> None:
+    def _train(self, entry: LogEntry, publishes: bool) -> None:
         opened = self.opened or []
         with self.link.timed("train") if self.link is not None else nullcontext():
             result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i]))
+        if publishes:
+            self.publish()
         if self.link is not None:
             self.link.report(self._trained(entry, result, self.link.told()))
 
@@ -117,10 +123,14 @@ class Trainer:
         )
 
     def publish(self) -> None:
-        """A snapshot now, the writing in the publisher's thread."""
+        """A snapshot now, the writing in the publisher's thread; once for each version."""
+        version = self.stack.progress.version
+        if version == self.handed:
+            return
+        self.handed = version
         weights = self.backend.weights()
         if self.publisher is not None:
-            self.publisher.publish(self.stack.progress.version, weights)
+            self.publisher.publish(version, weights)
 
     def _save(self, entry: LogEntry) -> None:
         weights, optimizer = self.backend.weights(), self.backend.optimizer_state(self.stack.optimizer)

@@ -15,6 +15,7 @@ from services.controller.lifecycles.evaluation import pass_at, powers
 from services.controller.lifecycles.state import (
     Append,
     BadRecord,
+    Branch,
     Evaluated,
     Event,
     Issue,
@@ -25,6 +26,7 @@ from services.controller.lifecycles.state import (
 from services.controller.restore import cut, from_cut
 from shared.wire.envelope import (
     BodyRef,
+    Completed,
     Dead,
     Failure,
     Need,
@@ -110,15 +112,64 @@ def test_nothing_is_issued_before_the_first_version_is_published() -> None:
     assert phase(world) == "running" and len(world.flights) == 3
 
 
-def test_requests_demand_exactly_the_newest_published_version_in_sync() -> None:
+def test_requests_demand_exactly_the_version_that_the_batch_before_has_made() -> None:
+    """They are issued while it is written: their worker waits for it, not the mesh."""
     world = started()
     assert {g.needs["policy"] for g in world.flights.values()} == {Need("exactly", 0)}
     world.send(*(world.completed(g) for g in list(world.flights.values())))
     assert [a.kind for a in world.log] == ["train", "publish"] and not world.flights
     world.send(*world.trainer())
-    assert not world.flights, "no rollout before the publish that is due"
+    issued = dict(world.flights)
+    assert {g.needs["policy"] for g in issued.values()} == {Need("exactly", 1)} and world.state.root.published == {"policy": 0}
     world.send(*world.trainer())
-    assert {g.needs["policy"] for g in world.flights.values()} == {Need("exactly", 1)}
+    assert world.flights == issued and world.state.root.published == {"policy": 1}
+
+
+def test_without_a_publish_that_is_due_nothing_is_issued_for_a_version_to_come() -> None:
+    """Under `at_least` an older version would do: nobody should wait for the one that is being written."""
+    world = started(need="at_least", max_staleness=1, max_inflight=6)
+    world.send(*(world.completed(g) for g in list(world.flights.values())[:3]))
+    world.send(*world.trainer())
+    assert len(world.flights) == 3 and world.state.root.published == {"policy": 0}
+    world.send(*world.trainer())
+    newest = max(world.flights.values(), key=lambda g: g.draw)
+    assert newest.draw == 8 and newest.needs["policy"] == Need("at_least", 1)
+
+
+def test_groups_issued_for_a_version_that_did_not_come_are_issued_again() -> None:
+    """A trainer that applies a batch again after a crash may come to another number of updates."""
+    world = started()
+    world.send(*(world.completed(g) for g in list(world.flights.values())))
+    record = world.log[0]
+    world.send(*world.trainer())
+    first = sorted(world.flights)
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+    world.send(Trained(seq=record.seq, id=record.id, versions={"policy": 1}, updates={"policy": 1}))
+    assert sorted(world.flights) == first, "a trainer that starts again is about to publish it"
+    world.send(Trained(seq=record.seq, id=record.id, versions={"policy": 0}, updates={"policy": 0}, reason="not finite"))
+    assert world.state.root.dropped == {"unpublished": 3} and world.state.root.current == {"policy": 0}
+    assert {(g.issue, g.needs["policy"].version) for g in world.flights.values()} == {(1, 0)}
+
+
+def test_a_publish_of_two_tracks_is_answered_by_both() -> None:
+    world = World(plan(tracks=("a", "b"), branches=(Branch(track="a", n=2), Branch(track="b", n=1))), 0)
+    versions = {"a": 0, "b": 0}
+    world.send(Started(applied_seq=0, versions=versions, published=versions, world_size=1))
+    for group in list(world.flights.values()):
+        ids = tuple(f"{group.gid[:-2]}/{i}" for i in range(2))
+        heads = (
+            PartHead(ids=ids, track="a", versions=(0, 0)),
+            PartHead(ids=tuple(f"{i}/0" for i in ids), track="b", versions=(0, 0)),
+        )
+        result = SliceResult(head=SliceHead(parts=heads), scores={"exact": ScoreHead(scores=(0.0, 1.0))})
+        world.send(Completed(gid=group.gid, slices=(result,)))
+    record = world.log[0]
+    world.send(Trained(seq=record.seq, id=record.id, versions={"a": 1, "b": 1}, updates={"a": 1, "b": 1}))
+    flights = sorted(world.flights)
+    for track, left in (("a", 1), ("b", 0)):
+        world.send(Published(track=track, version=1))
+        assert sum(r.kind == "publish" for r in world.state.root.records) == left
+        assert sorted(world.flights) == flights and world.state.root.dropped == {}
 
 
 def test_a_batch_is_in_the_order_of_the_data_whatever_came_first() -> None:

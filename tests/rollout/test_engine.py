@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from services.rollout import handler
 from services.rollout.engines.base import fill
 from services.rollout.engines.transformers_engine import Item, TransformersEngine
 from services.rollout.handler import RolloutHandler, VersionMissing
@@ -162,6 +163,31 @@ def test_a_version_that_never_comes_is_an_error_that_names_it(setup: Setup) -> N
     [future] = setup.handler.submit([setup.work("a:0:0", Need("exactly", 9))])
     with pytest.raises(VersionMissing, match="version 9 of policy"):
         future.result(30)
+
+
+def test_a_version_that_newer_ones_left_behind_is_not_waited_for(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "LEFT_BEHIND_S", 0.2)
+    setup.handler.patience_s = 1e9
+    setup.publish(5)
+    [future] = setup.handler.submit([setup.work("a:0:0", Need("exactly", 4))])
+    with pytest.raises(VersionMissing, match="version 4 of policy: the store has 5"):
+        future.result(10)
+
+
+@pytest.mark.parametrize("end", ["withdrawn", "closed"])
+def test_nobody_waits_for_a_version_when_nothing_needs_it(setup: Setup, end: str) -> None:
+    """Groups that were dropped meanwhile, and a worker that is told to end."""
+    setup.handler.patience_s = 1e9
+    works = [setup.work(f"a:0:{i}", Need("exactly", 4)) for i in range(2)]
+    futures = setup.handler.submit(works)
+    time.sleep(0.2)
+    works[0].cancelled.set()
+    time.sleep(0.2)
+    assert not any(f.done() for f in futures)
+    works[1].cancelled.set() if end == "withdrawn" else setup.handler.close()
+    for future in futures:
+        with pytest.raises(VersionMissing, match="nobody waits"):
+            future.result(10)
 
 
 def test_a_damaged_version_is_refused(setup: Setup) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from services.controller.lifecycles.state import Group, Plan, Root
 
 
@@ -10,9 +12,22 @@ def can_start(plan: Plan, root: Root) -> bool:
     return root.trainer_up and (not plan.route or all(track in root.published for track in plan.tracks))
 
 
-def batches_since_sync(root: Root) -> int:
-    """Batches with at least one update since the newest version that rollouts can take."""
-    return len(root.unsynced)
+def promised(root: Root) -> dict[str, int]:
+    """Newest version by track that is in the store or about to be: its publish is the next thing that the trainer does."""
+    waits = next((r.waits for r in reversed(root.records) if r.waits), {})
+    return root.published | waits
+
+
+def takeable(plan: Plan, root: Root) -> dict[str, int]:
+    """The versions that a request issued now demands. One that needs exactly the next version may be under way before it is
+    complete: its worker waits for it. Where an older version will do, nobody should wait.
+    """
+    return promised(root) if plan.need == "exactly" else root.published
+
+
+def batches_since(root: Root, versions: Mapping[str, int], track: str) -> int:
+    """Batches with at least one update since these versions."""
+    return sum(version > versions.get(track, 0) for _, version in root.unsynced)
 
 
 def launch(plan: Plan, root: Root) -> int:
@@ -20,7 +35,8 @@ def launch(plan: Plan, root: Root) -> int:
     if root.paused or root.log_bytes >= plan.log_budget:
         return 0
     left = plan.steps - root.batches
-    freshness = max(0, plan.max_staleness - batches_since_sync(root) + 1) if plan.route else left
+    since = batches_since(root, takeable(plan, root), plan.tracks[0])
+    freshness = max(0, plan.max_staleness - since + 1) if plan.route else left
     allowed = min(freshness, left) * plan.batch_size
     return max(0, min(plan.max_inflight, allowed) - root.outstanding)
 
@@ -40,4 +56,4 @@ def publish_due(plan: Plan, root: Root, last: bool) -> bool:
     if plan.publish_at_end_only:
         return last
     evaluated = bool(plan.eval_every and (root.batches + 1) % plan.eval_every == 0)  # what is evaluated must be in the store
-    return last or evaluated or batches_since_sync(root) + 1 >= plan.sync_interval
+    return last or evaluated or batches_since(root, promised(root), plan.tracks[0]) + 1 >= plan.sync_interval

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.controller.lifecycles import admission, evaluation
+from services.controller.lifecycles import admission, evaluation, publishing
 from services.controller.lifecycles.state import (
     Append,
     BadRecord,
@@ -91,8 +91,8 @@ class Transition:
             case Trained():
                 self.trained(event)
             case Published():
-                self.count_publish(event)
-                self.published(event.track, event.version)
+                publishing.count(self, event)
+                publishing.published(self, event.track, event.version)
             case Saved():
                 self.saved(event.seq)
             case Started():
@@ -161,13 +161,15 @@ class Transition:
         self.set(trainer_up=True, current=dict(current))
         self.commands.append(Note("info", f"trainer is up: {event.world_size} ranks, log applied to {event.applied_seq}"))
         for track, version in event.published.items():
-            self.published(track, version)
+            publishing.published(self, track, version)
 
     def trained(self, event: Trained) -> None:
         record = next((r for r in self.root.records if r.seq == event.seq), None)
         if record is None:
             if event.seq > self.root.seq:
                 self.commands.append(Restore(f"the trainer applied record {event.seq}, the log ends at {self.root.seq}"))
+            elif event.seq == self.root.trained_seq and event.versions != self.root.current:
+                publishing.retrained(self, event)
             return
         if record.id != event.id or record.kind != "train":
             self.commands.append(Restore(f"record {event.seq} is {record.id}, the trainer applied {event.id}"))
@@ -183,32 +185,13 @@ class Transition:
             current=dict(event.versions),
             unsynced=unsynced,
             changed_at=self.now,
+            trained_seq=record.seq,
         )
+        publishing.promise(self, event.versions)
         self.commands.append(Stepped(record, event, self.now))
         if event.reason:
             self.commands.append(Note("warning", f"step {batch} made no update: {event.reason}"))
         evaluation.after_batch(self)
-
-    def count_publish(self, event: Published) -> None:
-        """Once for each version: a trainer may repeat its words."""
-        if event.nbytes and event.version > self.root.published.get(event.track, -1):
-            self.set(
-                publishes=self.root.publishes + 1,
-                published_bytes=self.root.published_bytes + event.nbytes,
-                publish_seconds=self.root.publish_seconds + event.seconds,
-            )
-
-    def published(self, track: str, version: int) -> None:
-        if version > self.root.published.get(track, -1):
-            self.set(published=self.root.published | {track: version})
-        newest = self.root.published[track]
-        if track == self.plan.tracks[0]:
-            self.set(unsynced=tuple(entry for entry in self.root.unsynced if entry[1] > newest))
-        self.set(records=tuple(r for r in self.root.records if r.kind != "publish" or self.behind_batch(r)))
-
-    def behind_batch(self, record: Record) -> bool:
-        """Whether a batch before this record is still untrained: then the publish just heard of is an older one."""
-        return any(r.kind == "train" and r.seq < record.seq for r in self.root.records)
 
     def saved(self, seq: int) -> None:
         record = next((r for r in self.root.records if r.seq == seq and r.kind == "checkpoint"), None)
@@ -285,6 +268,8 @@ class Transition:
             self.conclude()
 
     def launch(self) -> None:
+        versions = admission.takeable(self.plan, self.root)
+        needs = {t: Need(self.plan.need, versions.get(t, 0)) for t in self.plan.tracks if self.plan.route}
         for _ in range(admission.launch(self.plan, self.root)):
             if self.root.again:
                 (draw, issue), *rest = self.root.again
@@ -292,7 +277,6 @@ class Transition:
             else:
                 draw, issue = self.root.draw, 0
                 self.set(draw=draw + 1)
-            needs = {t: Need(self.plan.need, self.root.published.get(t, 0)) for t in self.plan.tracks if self.plan.route}
             group = Group(
                 gid=group_id(self.root_of(draw), issue),
                 draw=draw,

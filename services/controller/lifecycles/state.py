@@ -108,6 +108,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """checkpoint: shelves below are not needed once it is complete."""
     stats: dict[str, float] = {}
     """train: figures of the batch."""
+    waits: dict[str, int] = {}
+    """publish: the versions that are to be complete, once the trainer has told them."""
     nbytes: int = 0
     """checkpoint: bytes of the retained log that it makes needless."""
 
@@ -152,6 +154,8 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last_id: str = ""
     records: tuple[Record, ...] = ()
     """Unanswered, in order."""
+    trained_seq: int = 0
+    """The record of the newest trained batch."""
     current: dict[str, int] = {}
     """The trainer's version by track after the last batch."""
     published: dict[str, int] = {}

@@ -160,20 +160,18 @@ def _json(command: list[str], env: dict[str, str]) -> Any:
 
 def overhead(bench: Bench, blocks: int, steps: int, name: str, limit: float, *more: str) -> Row:
     """Both processes stand ready and make `steps` steps in turn, so that both see the same minutes of the machine."""
-    ratios, times = [], {"mesh": [0.0], "plain": [0.0]}
+    times: dict[str, list[float]] = {"mesh": [], "plain": []}
     with bench.held(*more) as mesh, bench.plain(*more) as plain:
         mesh(SKIP), plain(SKIP + 1)
         for index in range(blocks):
-            pair = {}
             for who in ("mesh", "plain") if index % 2 else ("plain", "mesh"):
                 seconds = (mesh if who == "mesh" else plain)(steps)
-                pair[who] = statistics.median(seconds)
-                times[who].append(pair[who])
-            ratios.append(pair["mesh"] / pair["plain"])
-    middle = {who: statistics.median(found[1:]) for who, found in times.items()}
-    spread = f"from {min(ratios):.2f} to {max(ratios):.2f}"
-    note = f"{middle['mesh']:.3f} s against {middle['plain']:.3f} s; {blocks} blocks of {steps} steps each in turn, {spread}"
-    return Row(name, statistics.median(ratios), limit, note=note)
+                times[who].append(statistics.median(seconds))
+    mesh_s, plain_s = (statistics.median(times[who]) for who in ("mesh", "plain"))
+    ratios = sorted(a / b for a, b in zip(times["mesh"], times["plain"], strict=True))
+    spread = f"pairs from {ratios[0]:.2f} to {ratios[-1]:.2f}, their median {statistics.median(ratios):.2f}"
+    note = f"{mesh_s:.3f} s against {plain_s:.3f} s; {blocks} blocks of {steps} steps each in turn; {spread}"
+    return Row(name, mesh_s / plain_s, limit, note=note)
 
 
 def against_trl(bench: Bench, steps: int, seeds: int) -> list[Row]:

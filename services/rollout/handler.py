@@ -81,15 +81,14 @@ class RolloutHandler:
         """Waits for works; adopts what they need, one version after the other."""
         while (pairs := self.queue.get()) is not None:
             for (incarnation, need), same in groupby(pairs, lambda pair: self._need(pair[0].envelope)):
-                batch = list(same)
+                opened = [(work, future, self._open(work, future)) for work, future in same]
+                good = [(work, future, samples) for work, future, samples in opened if samples is not None]
                 try:
-                    self._adopt(incarnation, need, [work for work, _ in batch])
+                    self._adopt(incarnation, need, [work for work, _, _ in good])
                 except Exception as error:  # the thread's outer loop: the version is missing, damaged or does not fit
-                    for _, future in batch:
+                    for _, future, _ in good:
                         future.set_exception(error)
                     continue
-                opened = [(work, future, self._open(work, future)) for work, future in batch]
-                good = [(work, future, samples) for work, future, samples in opened if samples is not None]
                 for alone, some in groupby(good, lambda piece: piece[0].envelope.deterministic):
                     self._start(list(some), alone)
 

@@ -136,8 +136,11 @@ class Consumer:
         found = self._read(room, min(BLOCK_MS, int(self.policy.lease_s * 250)))
         if len(found) != 1 or room == 1:
             return found
-        time.sleep(GATHER_S)
-        return found + self._read(room - 1, None)
+        rest = self._read(room - 1, None)  # what one commit wrote is all there by now
+        if not rest:
+            time.sleep(GATHER_S)
+            rest = self._read(room - 1, None)
+        return found + rest
 
     def _read(self, count: int, block: int | None) -> list[Entry]:
         answer = self.client.xreadgroup(GROUP, self.name, {self.stream: ">"}, count=count, block=block)

@@ -27,13 +27,13 @@ ifeq ($(MODEL),smollm2)
 endif
 	$(BIN)/unimesh demo --seed $(SEED) --model $(MODEL)
 
-test: setup
+test: setup .venv/.extras
 	$(BIN)/python -m pytest tests -m "not soak"
 
-soak: setup
+soak: setup .venv/.extras
 	$(BIN)/python -m pytest tests -m soak --timeout 3600
 
-check: setup
+check: setup .venv/.extras
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -48,12 +48,18 @@ bench: setup .venv-bench/.installed
 	.venv-bench/bin/pip install --quiet --no-deps --require-hashes -r requirements/bench.txt
 	touch $@
 
+# trackers and data sets that bring much along
+.venv/.extras: requirements/extras.txt $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/extras.txt
+	touch $@
+
 ci: check test
 
 lock:
 	uv pip compile requirements/dev.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/dev.txt
 	uv pip compile requirements/bench.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/bench.txt
 	uv pip compile requirements/runtime.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/runtime.txt -c requirements/dev.txt
+	uv pip compile requirements/extras.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/extras.txt -c requirements/dev.txt
 
 clean:
 	rm -rf .venv .venv-bench build .unimesh

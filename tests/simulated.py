@@ -13,6 +13,7 @@ import numpy as np
 
 from services.rollout.handler import filled
 from services.trainer.link import Link
+from shared.config.sections import scorers_of
 from shared.config.settings import Settings
 from shared.types import Sample, Text, TextSegment
 from shared.wire import codec
@@ -90,7 +91,7 @@ class Simulated:
         self.settings, self.job, self.keys = settings, job, JobKeys(job)
         self.stopping = threading.Event()
         document = codec.unpack(self.connect().get(self.keys.doc), dict)
-        scorers = [f"reward.{name}" for name in document["plan"]["scorers"]]
+        scorers = [f"reward.{name}" for name in scorers_of(document["recipe"])]
         store = self.store()
         self.consumers = [
             Consumer(self.connect, self.keys, stage, Instant(stage, delay, poison), store)

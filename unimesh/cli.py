@@ -52,15 +52,15 @@ add_commands(cli)
 @click.option("--reward", default=1, show_default=True, help="Reward agents.")
 @click.option("--trainer", default=1, show_default=True, help="Trainer agents.")
 @click.option("--port", default=8080, show_default=True, help="Port of the HTTP API on loopback; 0 takes a free one.")
+@click.option("--score-port", default=0, show_default=True, help="Port of POST /score on loopback; 0 takes a free one.")
 @click.option("--threads", default=0, help="CPU threads of a computing child; 0 plans them from the cores.")
 @click.option("--state", type=click.Path(path_type=Path), default=None, help="State folder [default: .unimesh].")
 @click.option("--root", "roots", multiple=True, type=click.Path(path_type=Path), help="Folder for models and data.")
-def up(rollout: int, reward: int, trainer: int, port: int, threads: int, state: Path | None, roots: tuple[Path, ...]) -> None:
+def up(state: Path | None, roots: tuple[Path, ...], **shape: int) -> None:
     """Start a mesh on this machine and tend it. Ctrl-C drains, a second one ends at once."""
     from unimesh.supervisor import EmbeddedMesh, PortTaken, Shape, StateBusy, install_signals
 
-    shape = Shape(rollout=rollout, reward=reward, trainer=trainer, port=port, threads=threads)
-    mesh = EmbeddedMesh(state or default_state(), shape, (Path.cwd(), *roots), say=click.echo)
+    mesh = EmbeddedMesh(state or default_state(), Shape(**shape), (Path.cwd(), *roots), say=click.echo)
     install_signals(mesh)
     try:
         mesh.start()

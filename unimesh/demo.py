@@ -177,7 +177,7 @@ class SmolLM(Flow):
         questions = self.mesh.state / "questions.jsonl"
         rows = ({"question": question, "answer": answer} for question, answer in QUESTIONS.items())
         questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        paths = [f"{source}.params.path={questions}" for source in ("data.source", "eval.source")]
+        paths = [f"{source}.params.path={questions}" for source in ("data.source", "eval.held_out.source")]
         steps = f"steps={self.steps or 8}"
         view = self.launch("ar/smollm2", f"model.path={model}", f"seed={self.seed}", steps, *paths)
         records = self.api.get(f"/v1/jobs/{view['id']}/steps")

@@ -18,6 +18,8 @@ class Home:
     pid: int
     redis: str
     state: str
+    score: str = ""
+    """Address of `POST /score`."""
 
     @staticmethod
     def path(state: Path) -> Path:

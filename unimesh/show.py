@@ -82,11 +82,10 @@ def panel(view: dict[str, Any], steps: Sequence[dict[str, Any]]) -> RenderableTy
     lost = sum(ledger["dropped"].values())
     counts = f"issued {ledger['issued']} = trained {ledger['trained']} + dropped {lost} + dead {ledger['dead']}"
     grid.add_row("ledger", f"{counts} + in flight {ledger['in_flight']}", "")
-    if view["evals"]:
-        newest = max(view["evals"], key=lambda e: e["step"])
+    for newest in {e["suite"]: e for e in sorted(view["evals"], key=lambda e: (e["step"], e["tag"] != "start"))}.values():
         parts = [f"reward {newest['reward']:.3f}"] if newest["reward"] is not None else []
         parts += [f"{name} {value:.3f}" for name, value in newest.items() if name.startswith("pass@")]
-        grid.add_row("evaluation", f"{newest['tag']}: {'  '.join(parts)}", "")
+        grid.add_row(newest["suite"], f"{newest['tag']}: {'  '.join(parts)}", "")
     if view["dead_letters"]:
         grid.add_row("dead letters", str(view["dead_letters"]), "")
     grid.add_row("waits for", view["waits_for"] or "-", "")

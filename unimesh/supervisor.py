@@ -18,7 +18,8 @@ from typing import IO
 import httpx
 
 from shared.agent.backoff import Backoff
-from shared.agent.process import Child, StopFlag
+from shared.agent.process import LABEL, Child, StopFlag
+from shared.logs import rotate
 from shared.wire.server import RedisServer
 from unimesh.home import Home, hold
 
@@ -33,6 +34,8 @@ class Shape:
     port: int = 0
     threads: int = 0
     """CPU threads of a child that computes; 0: planned from the cores."""
+    score_port: int = 0
+    """Of `POST /score`, which the first reward agent answers."""
 
 
 class PortTaken(RuntimeError):
@@ -87,6 +90,7 @@ class EmbeddedMesh:
         self.redis = RedisServer(_socket_folder(self.state))
         self.roots = roots
         self.port = 0
+        self.score = ""
         self.parts: list[Part] = []
         self.stopping = StopFlag()
         self._lock: IO[str] | None = None
@@ -101,7 +105,8 @@ class EmbeddedMesh:
         self._lock = hold(self.state)
         if self._lock is None:
             raise StateBusy(f"a mesh is already up in {self.state}: `unimesh down` ends it")
-        self.port = _usable_port(self.shape.port)
+        self.port, score_port = _usable_port(self.shape.port), _usable_port(self.shape.score_port)
+        self.score = f"127.0.0.1:{score_port}"
         self.redis.start()
         self.say(f"redis      up  {self.redis.url}")
         env = self._env()
@@ -113,9 +118,11 @@ class EmbeddedMesh:
         ):
             for index in range(count):
                 own = env if service == "reward" else MALLOC | env
+                if service == "reward" and index == 0:
+                    own = own | {"UNIMESH_SCORE": self.score}
                 self._add(f"{service}-{index}" if count > 1 else service, [f"services.{service}"], own)
         self._wait_ready()
-        Home(api=self.api, pid=os.getpid(), redis=self.redis.url, state=str(self.state)).write()
+        Home(api=self.api, pid=os.getpid(), redis=self.redis.url, state=str(self.state), score=f"http://{self.score}").write()
 
     def _env(self) -> dict[str, str]:
         threads = self.shape.threads or plan_threads(os.cpu_count() or 1, self.shape)
@@ -128,12 +135,12 @@ class EmbeddedMesh:
             "OMP_NUM_THREADS": str(threads),
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
         }
-        return {"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ) | ours
+        return {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"} | dict(os.environ) | ours
 
     def _add(self, name: str, module: list[str], env: Mapping[str, str]) -> None:
-        self.parts.append(Part(name, [sys.executable, "-m", *module], env, self.logs / f"{name}.log"))
+        own = dict(env) | {LABEL: name}
+        self.parts.append(Part(name, [sys.executable, "-m", *module], own, self.logs / f"{name}.log"))
 
     def _wait_ready(self, patience_s: float = 60) -> None:
         deadline = time.monotonic() + patience_s
@@ -141,6 +148,7 @@ class EmbeddedMesh:
             try:
                 if httpx.get(f"{self.api}/readyz", timeout=2).status_code == 200:
                     self.say(f"controller up  {self.api}")
+                    self.say(f"scorers    up  http://{self.score}/score")
                     return
             except httpx.HTTPError:
                 pass
@@ -164,6 +172,7 @@ class EmbeddedMesh:
         for part in self.parts:
             if not self.stopping.is_set():
                 part.tend(self.say)
+        rotate(self.logs)
 
     def stop(self) -> None:
         """Everything drains, then ends: agents first, then the controller, Redis last."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import logging
 
+from shared import logs
 from shared.agent.process import guard_parent
 
 
@@ -15,24 +14,24 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8080)
     args = parser.parse_args()
     guard_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.begin("controller")
 
     import uvicorn
 
     from services.controller.api.app import make_app
     from services.controller.mesh import Mesh
     from shared.config.settings import from_environment
+    from shared.http.guard import check_listening
     from shared.wire.client import RedisUnfit, check_server, connect
 
     settings = from_environment()
-    if settings.tokens is None and not (args.host == "localhost" or ipaddress.ip_address(args.host).is_loopback):
-        raise SystemExit(f"without tokens the API listens on loopback only, not on {args.host}: set UNIMESH_TOKENS")
     try:
+        check_listening(args.host, settings)
         check_server(connect(settings.redis_url))
-    except RedisUnfit as error:
+    except (RedisUnfit, ValueError) as error:
         raise SystemExit(str(error)) from error
     app = make_app(settings, lambda: Mesh(lambda: connect(settings.redis_url), settings))
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.run(app, host=args.host, port=args.port, log_config=None, access_log=False, timeout_graceful_shutdown=5)
 
 
 if __name__ == "__main__":

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from services.controller import lifecycles
+from services.controller import lifecycles, trackers
 from services.controller.data.intake import BadPrompt, Intake, TooLong
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
 from services.controller.lifecycles.state import Phase, Plan, Root
 from shared.config.problems import BadInput, Problem, bad
-from shared.config.sections import Component, Recipe
+from shared.config.sections import Component, Recipe, Sampling, Suite
 from shared.config.settings import Settings
 from shared.types.params import ARSamplingParams
 from shared.weights.locate import ModelFiles, locate
@@ -64,9 +64,10 @@ class Job:
     doc: JobDoc
     recipe: Any
     train: DataSet
-    eval: DataSet | None
     params: ARSamplingParams | None
-    eval_params: ARSamplingParams | None
+    """None when nothing is rolled out."""
+    suites: dict[str, tuple[DataSet, ARSamplingParams]]
+    """Evaluations: their data and sampling."""
 
     @property
     def keys(self) -> JobKeys:
@@ -78,6 +79,8 @@ def prepare(document: Any, settings: Settings) -> Job:
     recipe, plan = lifecycles.parse(document)
     if plan.domain not in lifecycles.RUNNABLE:
         raise bad("domain", plan.domain, "its engines are not there yet", ", ".join(lifecycles.RUNNABLE))
+    for place, tracker in enumerate(recipe.logging.trackers):
+        trackers.check(tracker.name, tracker.params, f"logging.trackers.{place}")
     files = locate(recipe.model, settings)
     doc = JobDoc(
         id=uuid4().hex[:12],
@@ -90,7 +93,7 @@ def prepare(document: Any, settings: Settings) -> Job:
     job = open_job(doc, settings)
     warnings = tuple(_warnings(plan, job))
     doc = msgspec.structs.replace(doc, warnings=warnings, fingerprints=_fingerprints(job))
-    return Job(doc, job.recipe, job.train, job.eval, job.params, job.eval_params)
+    return replace(job, doc=doc)
 
 
 def open_job(doc: JobDoc, settings: Settings) -> Job:
@@ -100,24 +103,16 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     most = recipe.rollout.sampling.max_new_tokens if plan.route else 1
     intake = Intake(files.files, recipe.data, most)
     train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)
-    params = eval_params = None
-    held_out = None
+    params = None
+    suites = {}
     if plan.route:
-        params = ARSamplingParams(**recipe.rollout.sampling.model_dump(), seed=recipe.seed, stop_token_ids=intake.stop_tokens)
-        eval_params = msgspec.structs.replace(params, temperature=0.0)
-        if recipe.eval is not None:
-            held_out = _data_set(recipe, recipe.eval.source, "eval.source", intake, settings, shuffle=False)
-            if recipe.eval.sampling is not None:
-                eval_params = ARSamplingParams(
-                    **recipe.eval.sampling.model_dump(), seed=recipe.seed, stop_token_ids=intake.stop_tokens
-                )
-            if held_out.source.size is not None and recipe.eval.size > held_out.source.size:
-                legal = f"at most {held_out.source.size}"
-                raise bad("eval.size", recipe.eval.size, "more prompts than the source has", legal)
+        params = _params(recipe.rollout.sampling, recipe.seed, intake)
+        for name, suite in recipe.eval.items():
+            suites[name] = _suite(recipe, name, suite, intake, settings)
     size = train.source.size
     if size is not None and plan.batch_size > size:
         raise bad("data.batch_size", plan.batch_size, "larger than the data", f"1 to {size}")
-    job = Job(doc, recipe, train, held_out, params, eval_params)
+    job = Job(doc, recipe, train, params, suites)
     for field, known in doc.fingerprints.items():
         if _fingerprints(job)[field] != known:
             raise bad(field, None, "the data is not what the job began with", "the same files; or start a new job with these")
@@ -125,8 +120,21 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
 
 
 def _fingerprints(job: Job) -> dict[str, str]:
-    found = {"data.source": job.train.source.fingerprint}
-    return found if job.eval is None else found | {"eval.source": job.eval.source.fingerprint}
+    evaluated = {f"eval.{name}.source": data.source.fingerprint for name, (data, _) in job.suites.items()}
+    return {"data.source": job.train.source.fingerprint} | evaluated
+
+
+def _params(sampling: Sampling, seed: int, intake: Intake) -> ARSamplingParams:
+    return ARSamplingParams(**sampling.model_dump(), seed=seed, stop_token_ids=intake.stop_tokens)
+
+
+def _suite(recipe: Any, name: str, suite: Suite, intake: Intake, settings: Settings) -> tuple[DataSet, ARSamplingParams]:
+    """BadInput if its source is smaller than the suite."""
+    data = _data_set(recipe, suite.source, f"eval.{name}.source", intake, settings, shuffle=False)
+    if data.source.size is not None and suite.size > data.source.size:
+        raise bad(f"eval.{name}.size", suite.size, "more prompts than the source has", f"at most {data.source.size}")
+    sampling = suite.sampling or recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
+    return data, _params(sampling, recipe.seed, intake)
 
 
 def _data_set(
@@ -176,7 +184,7 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
     doc, keys = job.doc, job.keys
     with client.pipeline(transaction=True) as pipe:
         pipe.set(keys.doc, pack(doc))
-        pipe.hset(keys.meta, mapping=meta_fields(1, doc.plan.route, doc.plan.scorers))
+        pipe.hset(keys.meta, mapping=meta_fields(1, doc.plan.route, doc.plan.scorers, doc.plan.eval_scorers))
         pipe.execute()
     if idempotency_key is not None and not client.set(idempotency(idempotency_key), doc.id, nx=True, ex=86400):
         client.delete(keys.doc, keys.meta)

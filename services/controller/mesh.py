@@ -93,7 +93,7 @@ class Mesh:
             if self.refused.get(doc.id, ("", 0.0))[0] != str(error):  # said once, not at every attempt
                 note = {"at": f"{time.time():.3f}", "level": "error", "text": f"the job cannot go on: {error}"}
                 self.client.xadd(JobKeys(doc.id).events, note)
-                log.warning("job %s cannot run here: %s", doc.id, error)
+                log.warning("cannot run here: %s", error, extra={"job": doc.id})
             self.refused[doc.id] = str(error), time.monotonic() + AGAIN_S
             return
         self.refused.pop(doc.id, None)

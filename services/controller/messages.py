@@ -83,7 +83,7 @@ class Writer:
         self.prepared = {draw: request for draw, request in self.prepared.items() if draw in wanted}
         for draw in wanted:
             if draw not in self.prepared:
-                self.prepared[draw] = self._build("train", draw)
+                self.prepared[draw] = self._build(draw)
 
     def bad_records(self, commands: Sequence[Command]) -> list[BadRecord]:
         """Of the groups to be issued, those whose prompt cannot be used."""
@@ -109,7 +109,7 @@ class Writer:
                 case Stepped():
                     out += self._stepped(command, after)
                 case Evaluated():
-                    out.append(hset(self.keys.evals, {command.run.tag: pack(self._evaluation(command))}))
+                    out.append(hset(self.keys.evals, {command.run.key: pack(self._evaluation(command))}))
                 case Covered():
                     out.append(Write("XTRIM", self.keys.log, ("MINID", f"{command.seq + 1}-0")))
                     shelves = range(command.first, command.below)
@@ -127,19 +127,17 @@ class Writer:
     def _take(self, group: Group, keep: bool = False) -> Request:
         """The group's request, built ahead or now. `keep`: it will be asked for again."""
         if group.kind == "eval":
-            return self._build(group.kind, group.draw)
+            return self._build(group.draw, group.suite)
         found = self.prepared.get(group.draw)
         if found is None:
-            found = self.prepared[group.draw] = self._build(group.kind, group.draw)
+            found = self.prepared[group.draw] = self._build(group.draw)
         if not keep:
             del self.prepared[group.draw]
         return found
 
-    def _build(self, kind: str, draw: int) -> Request:
+    def _build(self, draw: int, suite: str = "") -> Request:
         """The messages' bodies: they depend on the prompt alone, not on the issue."""
-        data = self.job.train if kind == "train" else self.job.eval
-        params = self.job.params if kind == "train" else self.job.eval_params
-        assert data is not None
+        data, params = (self.job.train, self.job.params) if not suite else self.job.suites[suite]
         record = data.source.get(data.order.place(draw)[1])
         try:
             if params is None:
@@ -147,8 +145,8 @@ class Writer:
             prompt = data.intake.prompt(record)
         except BadPrompt as error:
             return Request(str(error), ())
-        n = self.plan.group_size if kind == "train" else self.plan.eval_n
-        root = data.order.root(draw) if kind == "train" else EVAL_ROOT
+        n = self.plan.suites[suite].n if suite else self.plan.group_size
+        root = EVAL_ROOT if suite else data.order.root(draw)
         whole = Sample.request(
             [root],
             params,
@@ -158,14 +156,14 @@ class Writer:
             tokens=[prompt.tokens],
             metadata=[record.metadata],
         )
-        spans = self.plan.slices() if kind == "train" else ((0, n),)
+        spans = ((0, n),) if suite else self.plan.slices()
         pieces = [whole if span == (0, n) else whole.select(range(*span)) for span in spans]
         return Request("", tuple(zip(spans, pieces, map(_body, pieces), strict=True)))
 
     def _request(self, group: Group, incarnation: int) -> list[Write]:
         """The group's messages, and its hash and mark as open."""
         request = self._take(group)
-        need = len(request.slices) * len(self.plan.scorers)
+        need = len(request.slices) * len(self.plan.scoring(group).scorers)
         out = [
             Write("ZADD", self.keys.open, (group.shelf, group.gid)),
             hset(self.keys.group(group.gid), {"need": need, "have": 0}),
@@ -195,7 +193,7 @@ class Writer:
             kind=group.kind,
             route=self.plan.route,
             position=0,
-            scorers=self.plan.scorers,
+            scorers=self.plan.scoring(group).scorers,
             gid=group.gid,
             shelf=group.shelf,
             slice=span,
@@ -312,14 +310,17 @@ class Writer:
                 }
             )
         return {
+            "suite": run.suite,
             "tag": run.tag,
             "step": run.step,
+            "at": round(time.time(), 3),
             "versions": run.versions,
             "prompts": run.size,
             "failed": run.failed,
             "reward": run.total / good if good else None,
             "reward_std": math.sqrt(max(0.0, variance)) if run.samples else None,
             "samples": run.samples,
+            **{f"reward/{n.rpartition('.')[2]}": total / count for n, (total, count) in run.components.items() if count},
             **{f"pass@{k}": value / good for k, value in sorted(run.passed.items()) if good},
             "previews": previews,
         }

@@ -14,20 +14,24 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import redis
+import structlog
 
 from shared.types.sample import Sample
 from shared.wire import codec
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY
 from shared.wire.codec import unpack
-from shared.wire.envelope import BodyRef, GroupNote, LogEntry, TrainSlice
+from shared.wire.envelope import BodyRef, GroupNote, LogEntry, Span, TrainSlice
 from shared.wire.errors import BodyLost, WireError
 from shared.wire.keys import JobKeys
 from shared.wire.scripts import text
+
+if TYPE_CHECKING:
+    from services.controller.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -228,10 +232,22 @@ def texts_of(body: codec.Buffer) -> Texts:
 class Recorder:
     """Follows a job's log while this controller holds the job. Waits for: log records. Unblocked by: the runner's commits."""
 
-    def __init__(self, client: Any, keys: JobKeys, store: BodyStore, records: Records, texts: int, keep_steps: int) -> None:
-        """`texts`: groups of each step whose text is kept."""
+    def __init__(
+        self,
+        client: Any,
+        keys: JobKeys,
+        store: BodyStore,
+        records: Records,
+        texts: int,
+        keep_steps: int,
+        otlp: str | None = None,
+    ) -> None:
+        """`texts`: groups of each step whose text is kept. `otlp`: a collector that gets spans of what is recorded."""
         self.client, self.keys, self.store, self.records = client, keys, store, records
-        self.texts, self.keep_steps = texts, keep_steps
+        self.texts, self.keep_steps, self.otlp = texts, keep_steps, otlp
+        self.telemetry: Telemetry | None = None
+        self.told = "0"
+        """Place in the stream of spans."""
         self.lock = threading.Lock()
         self.stopping = threading.Event()
 
@@ -246,6 +262,12 @@ class Recorder:
     @contextmanager
     def running(self) -> Iterator[None]:
         self.stopping.clear()
+        if self.otlp is not None:
+            from services.controller.telemetry import Telemetry
+
+            newest = self.client.xrevrange(self.keys.spans, count=1)
+            self.told = text(newest[0][0]) if newest else "0"
+            self.telemetry = Telemetry(self.otlp, self.keys.job)
         thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         thread.start()
         try:
@@ -253,8 +275,13 @@ class Recorder:
         finally:
             self.stopping.set()
             thread.join(5)
+            self.flush()
+            if self.telemetry is not None:
+                self.telemetry.close()
+                self.telemetry = None
 
     def _run(self) -> None:
+        structlog.contextvars.bind_contextvars(job=self.keys.job)
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while not self.stopping.is_set():
@@ -277,7 +304,18 @@ class Recorder:
             entries = [unpack(fields[b"e"], LogEntry) for _, fields in rows]
             if entries:
                 self.records.add([(entry, self._texts(entry)) for entry in entries], self.keep_steps)
+            if self.telemetry is not None:
+                self._tell(self.telemetry, entries)
             return len(entries)
+
+    def _tell(self, telemetry: Telemetry, entries: Sequence[LogEntry]) -> None:
+        for entry in entries:
+            if entry.kind == "train":
+                telemetry.batch(entry)
+        answer = self.client.xread({self.keys.spans: self.told})
+        for entry_id, fields in answer[0][1] if answer else ():
+            self.told = text(entry_id)
+            telemetry.step(int(fields[b"step"]), unpack(fields[b"t"], tuple[Span, ...]))
 
     def _texts(self, entry: LogEntry) -> Texts:
         count = sum(note.slices for note in entry.groups[: self.texts])

@@ -70,7 +70,7 @@ def restored(runner: Runner, state: State, command: Restore, taken: Sequence[str
         where = f"checkpoint {folder.name}"
     text = f"Redis went back in time ({command.detail}): the job returns to {where}, incarnation {incarnation}"
     writes = [
-        hset(keys.meta, meta_fields(incarnation, plan.route, plan.scorers)),
+        hset(keys.meta, meta_fields(incarnation, plan.route, plan.scorers, plan.eval_scorers)),
         Write("UNLINK", keys.log),
         Write("UNLINK", keys.rows),
         Write("UNLINK", keys.open),

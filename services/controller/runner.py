@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import msgspec
 import redis
+import structlog
 
 from services.controller.jobs import Job
 from services.controller.lifecycles.core import advance, missing
@@ -20,6 +21,7 @@ from services.controller.lifecycles.state import BadRecord, Command, Covered, Ev
 from services.controller.messages import Writer, snapshot
 from services.controller.records import Recorder, Records
 from services.controller.restore import restored
+from services.controller.tracking import Tracking
 from shared.config.settings import Settings
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, answered
@@ -60,7 +62,9 @@ class Runner:
             Records(settings.records(job.doc.id)),
             logging_section.texts,
             logging_section.keep_steps,
+            settings.otlp,
         )
+        self.tracking = Tracking(connect(), job.doc, settings)
         self.stopping = threading.Event()
         self.claim_at = 0.0
         self.extend_at = 0.0
@@ -68,21 +72,22 @@ class Runner:
 
     def run(self) -> None:
         """Until the job has ended or stop(). Takes the lease whenever it is free."""
+        structlog.contextvars.bind_contextvars(job=self.job.doc.id)
         try:
             while not self.stopping.is_set():
                 try:
                     if self.scripts.lease(self.keys.lease, self.token, self.lease_ms, take=True) == "MINE":
-                        with self.recorder.running():
+                        with self.recorder.running(), self.tracking.running():
                             if self._hold():
                                 return
                 except AWAY as error:
-                    log.warning("job %s: Redis is away (%s)", self.job.doc.id, error)
+                    log.warning("Redis is away (%s)", error)
                 self.stopping.wait(0.2)
         finally:
             try:
                 self.scripts.release(self.keys.lease, self.token)
             except redis.RedisError:
-                log.warning("job %s: the lease runs out by itself", self.job.doc.id)
+                log.warning("the lease runs out by itself")
 
     def stop(self) -> None:
         self.stopping.set()
@@ -166,7 +171,7 @@ class Runner:
 
         answer = answered(call, self.stopping.is_set)
         if answer[0] != "OK":
-            log.warning("job %s: commit answered %s; reloading", self.job.doc.id, answer)
+            log.warning("commit answered %s; reloading", answer)
             return None
         if not self._extended():
             return None

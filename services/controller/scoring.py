@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from services.controller.lifecycles.state import Group, Plan, Root
+from services.controller.lifecycles.state import Group, Plan, Root, Scoring
 from shared.config.sections import Advantage
 from shared.types.part import Part
 from shared.types.rewards import Blend, blend, truncated_reward
@@ -19,10 +19,11 @@ from shared.wire.envelope import Completed, SliceHead, TrainSlice
 
 def scored(plan: Plan, group: Group, event: Completed, now: float, order: int) -> Group:
     """The group with the heads and raw components of its slices; `rewards` are the components blended by the plan."""
-    names = plan.scorers
+    how = plan.scoring(group)
+    names = how.scorers
     components = {n: tuple(v for s in event.slices for v in s.scores[n].scores) for n in names}
     stacked = {n: np.asarray(v, np.float32) for n, v in components.items()}
-    rewards = blend(stacked, plan_blend(plan))
+    rewards = blend(stacked, plan_blend(how))
     heads = tuple(s.head for s in event.slices)
     last = [h.parts[-1] for h in heads]
     if plan.truncation != "keep" and group.kind == "train" and not plan.trajectories and last[0].max_new_tokens:
@@ -46,8 +47,8 @@ def scored(plan: Plan, group: Group, event: Completed, now: float, order: int) -
     )
 
 
-def plan_blend(plan: Plan) -> Blend:
-    return Blend(method=plan.aggregation, weights=plan.weights, normalize=plan.normalize_weights)
+def plan_blend(how: Scoring) -> Blend:
+    return Blend(method=how.aggregation, weights=how.weights, normalize=how.normalize_weights)
 
 
 def skeleton(heads: Sequence[SliceHead], rewards: np.ndarray[Any, Any]) -> Sample:

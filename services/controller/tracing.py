@@ -39,7 +39,7 @@ def events(spans: Iterable[Span]) -> Iterable[Event]:
     """One process for each worker and service, as many lanes in it as things overlap. Times in microseconds."""
     places: dict[tuple[str, str], list[Span]] = {}
     for span in dict.fromkeys(spans):
-        places.setdefault((_service(span), span.worker), []).append(span)
+        places.setdefault((service_of(span), span.worker), []).append(span)
     for number, ((service, worker), own) in enumerate(sorted(places.items()), 1):
         name = worker if service == "groups" else f"{service} {worker}"
         yield {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
@@ -51,7 +51,7 @@ def events(spans: Iterable[Span]) -> Iterable[Event]:
             yield {"ph": "X", "name": span.name, "cat": service, "pid": number, "tid": lane, **times}
 
 
-def _service(span: Span) -> str:
+def service_of(span: Span) -> str:
     """The service by the span's name."""
     head = span.name.partition(".")[0].partition(" ")[0]
     return {"group": "groups", "adopt": "rollout", "commit": "controller"}.get(head, head if "." in span.name else "trainer")

@@ -99,7 +99,7 @@ def waits_for(plan: Plan, root: Root, groups: Iterable[Group]) -> str:
         return f"rollout and reward of {len(flights)} groups ({since})"
     if root.evals:
         run = root.evals[0]
-        return f"evaluation {run.tag}: {run.done} of {run.size}"
+        return f"evaluation {run.suite} ({run.tag}): {run.done} of {run.size}"
     if root.log_bytes >= plan.log_budget:
         return f"a checkpoint: the train log retains {root.log_bytes} bytes of {plan.log_budget}"
     if root.records:

@@ -7,15 +7,17 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import redis
 
 from services.reward.handler import ScoreHandler
+from shared import logs
 from shared.agent.process import StopFlag, guard_parent
 from shared.config.problems import BadInput
-from shared.config.sections import Reward
+from shared.config.sections import Scorer, scorers_of
 from shared.config.settings import Settings, from_environment
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, connect
@@ -30,12 +32,12 @@ log = logging.getLogger(__name__)
 class Stream:
     """One scorer of one job: handler, consumer, thread."""
 
-    def __init__(self, settings: Settings, job: str, name: str, reward: Reward) -> None:
+    def __init__(self, settings: Settings, job: str, name: str, scorer: Scorer) -> None:
         keys, client = JobKeys(job), connect(settings.redis_url)
         store = BodyStore(client, keys, open_bodies(settings.bodies, job))
-        self.handler = ScoreHandler(name, reward.scorers[name], store, f"{socket.gethostname()}-{os.getpid()}")
+        self.handler = ScoreHandler(name, scorer, store, f"{socket.gethostname()}-{os.getpid()}")
         lease = settings.lease_s
-        policy = Policy(lease, lease / 5, stall_s=2 * reward.scorers[name].timeout_s + 60)
+        policy = Policy(lease, lease / 5, stall_s=2 * scorer.timeout_s + 60)
         self.consumer = Consumer(lambda: connect(settings.redis_url), keys, f"reward.{name}", self.handler, None, policy)
         self.thread = threading.Thread(target=self.consumer.run, name=f"{job} {name}", daemon=True)
         self.thread.start()
@@ -55,7 +57,8 @@ class Watcher:
         self.settings, self.served = settings, served
         self.client = connect(settings.redis_url)
         self.streams: dict[tuple[str, str], Stream] = {}
-        self.rewards: dict[str, Reward | None] = {}
+        self.scorers: dict[str, dict[str, Scorer]] = {}
+        """By job."""
         self.stopping = StopFlag()
 
     def run(self) -> None:
@@ -92,25 +95,20 @@ class Watcher:
 
     def _names(self, job: str) -> list[str]:
         """Component names of the job whose scorer this child serves."""
-        if job not in self.rewards:
+        if job not in self.scorers:
             packed = self.client.get(JobKeys(job).doc)
             if packed is None:
                 return []
-            section = msgspec.msgpack.decode(packed)["recipe"].get("reward")
-            self.rewards[job] = None if section is None else Reward.model_validate(section)
-        reward = self.rewards[job]
-        scorers = reward.scorers if reward is not None else {}
-        return [name for name, s in scorers.items() if self.served is None or s.name in self.served]
+            self.scorers[job] = scorers_of(msgspec.msgpack.decode(packed)["recipe"])
+        return [name for name, s in self.scorers[job].items() if self.served is None or s.name in self.served]
 
     def _start(self, job: str, name: str) -> None:
-        reward = self.rewards[job]
-        assert reward is not None
         try:
-            self.streams[job, name] = Stream(self.settings, job, name, reward)
+            self.streams[job, name] = Stream(self.settings, job, name, self.scorers[job][name])
         except (BadInput, LookupError, ImportError) as error:
             event = Failure(origin=f"reward.{name}", error=f"the scorer cannot be made: {error}", fatal=True)
             self.client.xadd(JobKeys(job).inbox, {"e": pack(event)})
-            self.rewards[job] = None
+            self.scorers[job] = {}
 
 
 def _phase(snapshot: Any) -> str:
@@ -119,14 +117,32 @@ def _phase(snapshot: Any) -> str:
 
 def main() -> None:
     guard_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.begin("reward", worker=f"{socket.gethostname()}-{os.getpid()}")
     names = os.environ.get("UNIMESH_SCORERS", "")
-    watcher = Watcher(from_environment(), frozenset(names.split(",")) if names else None)
+    settings = from_environment()
+    watcher = Watcher(settings, frozenset(names.split(",")) if names else None)
     signal.signal(signal.SIGTERM, lambda *_: watcher.stopping.set())
+    stop = _serve(settings)
     try:
         watcher.run()
     except redis.RedisError as error:
         raise SystemExit(f"Redis refused: {error}") from error
+    finally:
+        stop()
+
+
+def _serve(settings: Settings) -> Callable[[], None]:
+    """`POST /score`, if it is wanted here."""
+    if settings.score is None:
+        return lambda: None
+    from services.reward.score_api import serve
+    from shared.http.guard import check_listening
+
+    try:
+        check_listening(settings.score.rpartition(":")[0], settings)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    return serve(settings)
 
 
 if __name__ == "__main__":

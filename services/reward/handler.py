@@ -32,7 +32,7 @@ class ScoreHandler:
 
     def __init__(self, name: str, section: ScorerSection, store: BodyStore, worker: str, most: int = 256) -> None:
         self.name, self.store, self.worker, self.most = name, store, worker, most
-        self.ask, self.close_scorer = _asker(section)
+        self.ask, self.close_scorer = asker(section)
         self.queue: SimpleQueue[Batch | None] = SimpleQueue()
         self.progress = time.monotonic()
         self.thread = threading.Thread(target=self._run, name="scorer", daemon=True)
@@ -107,7 +107,8 @@ def _hand_over(held: list[tuple[Future[Result], ScoreHead | Exception]]) -> None
     held.clear()
 
 
-def _asker(section: ScorerSection) -> tuple[Callable[[list[RewardRequest]], RewardResponse], Callable[[], None]]:
+def asker(section: ScorerSection) -> tuple[Callable[[list[RewardRequest]], RewardResponse], Callable[[], None]]:
+    """(ask, close) of a scorer, in a process of its own if it has to be."""
     if isolated(section.name):
         process = IsolatedScorer(section.name, section.params, section.timeout_s)
         return process.score, process.close

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shared import logs
 from shared.agent.process import guard_parent
 
 SWITCH_S = 0.0005
@@ -21,7 +21,7 @@ SWITCH_S = 0.0005
 
 def main() -> None:
     guard_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.begin("rollout")
     import torch
 
     import shared.models.ar.generate  # noqa: F401  (the slow imports are done before there is work)
@@ -50,6 +50,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     from shared.wire.keys import JobKeys
 
     job, track = assignment["job"], assignment["track"]
+    logs.about(job=job, worker=agent)
     keys, client = JobKeys(job), connect(settings.redis_url)
     doc = msgspec.msgpack.decode(client.get(keys.doc))
     set_threads(child_threads(doc, settings))

@@ -39,6 +39,8 @@ class Prefetch:
         self.lock = threading.Lock()
         self.hinted = threading.Event()
         self.staged: tuple[tuple[int, int], Any] | None = None
+        self.taken = (0, -1)
+        """(incarnation, version) that was asked for last: a hint that comes late says nothing new."""
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(connect(),), name="prefetch", daemon=True)
         self.thread.start()
@@ -47,9 +49,10 @@ class Prefetch:
         """The version in host memory, read ahead or now. FileNotFoundError, WeightsDamaged as of the store."""
         with self.lock:
             staged, self.staged = self.staged, None
-        if staged is not None and staged[0] == (incarnation, version):
-            return staged[1]
-        return self._read(incarnation, version)
+            self.taken = incarnation, version
+            if staged is not None and staged[0] == self.taken:
+                return staged[1]
+            return self._read(incarnation, version)
 
     def wait(self, seconds: float) -> None:
         """Until a version is announced, or so long."""
@@ -78,8 +81,9 @@ class Prefetch:
     def _stage(self, data: bytes) -> None:
         try:
             place = msgspec.msgpack.decode(data, type=tuple[int, int])
+            self.hinted.set()
             with self.lock:  # whoever takes this version meanwhile waits for it
-                self.hinted.set()
-                self.staged = place, self._read(*place)
+                if place > self.taken:
+                    self.staged = place, self._read(*place)
         except (msgspec.MsgspecError, OSError, WeightsDamaged) as error:
             log.warning("a version was not read ahead: %s", error)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from shared import logs
 from shared.agent.process import PARENT, guard_parent
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     guard_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.begin("trainer")
     import torch
 
     import services.trainer.loop  # noqa: F401  (the slow imports are done before there is work)
@@ -45,6 +46,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     from shared.wire.client import connect
     from shared.wire.keys import JobKeys
 
+    logs.about(job=assignment["job"], worker=agent)
     client = connect(settings.redis_url)
     doc = msgspec.msgpack.decode(client.get(JobKeys(assignment["job"]).doc))
     set_threads(child_threads(doc, settings))

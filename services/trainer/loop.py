@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 from safetensors.torch import load_file, save_file
 
 from services.trainer import checkpoint
@@ -103,6 +104,7 @@ class Trainer:
         return entry.kind != "stop"
 
     def _train(self, entry: LogEntry, publishes: bool) -> None:
+        structlog.contextvars.bind_contextvars(step=entry.step)
         opened = self.opened or []
         with self.link.timed("train") if self.link is not None else nullcontext():
             result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i]))

@@ -19,8 +19,9 @@ from uuid import uuid4
 import msgspec
 import redis
 
+from shared import logs
 from shared.agent.backoff import Backoff
-from shared.agent.process import Child, StopFlag
+from shared.agent.process import LABEL, Child, StopFlag
 from shared.agent.registry import BEAT_S, Assignment, Service, Worker
 from shared.config.settings import Settings
 from shared.wire import keys
@@ -113,10 +114,10 @@ class Agent:
             self.give(assignment)
 
     def spawn(self) -> Child:
-        logs = self.settings.logs
-        if logs is not None:
-            logs.mkdir(parents=True, exist_ok=True)
-        path = logs / f"{self.name}.child.log" if logs else None
+        folder = self.settings.logs
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{os.environ.get(LABEL, self.name)}.child.log" if folder else None
         return Child([sys.executable, "-m", self.module], self.env, path, pipe=self.assigned)
 
     def give(self, assignment: Assignment) -> None:
@@ -124,7 +125,7 @@ class Agent:
         line = msgspec.json.encode({"assignment": msgspec.to_builtins(assignment), "agent": self.name})
         if self.child.send(line + b"\n"):
             self.given = assignment
-            log.info("job %s: %s %s", assignment.job, assignment.role, assignment.track)
+            log.info("assigned: %s %s", assignment.role, assignment.track, extra={"job": assignment.job})
 
     def ended(self, code: int) -> None:
         """The child ended by itself: at once again after a clean end, with growing delays otherwise."""
@@ -176,12 +177,12 @@ def _named(code: int) -> str:
 
 def main(make: Callable[[Settings], Agent], settings: Settings) -> None:
     """An agent's process: checks Redis, runs until SIGTERM or SIGINT."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         check_server(connect(settings.redis_url))
     except RedisUnfit as error:
         raise SystemExit(str(error)) from error
     agent = make(settings)
+    logs.begin(agent.service, worker=agent.name)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stopping.set())
     agent.run()

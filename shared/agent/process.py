@@ -14,6 +14,8 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl
+LABEL = "UNIMESH_LABEL"
+"""Environment: what an agent is called among those of its host; its child's log bears the name."""
 PARENT = "UNIMESH_PARENT"
 """Environment: the pid of the process that started this one."""
 

@@ -161,6 +161,19 @@ class SavedDataset(Columns):
     """Folder that Hugging Face's `Dataset.save_to_disk` wrote, of one split."""
 
 
+class Hub(Columns):
+    """A data set by its name on the Hugging Face Hub."""
+
+    name: str = pydantic.Field(..., pattern=r"^[\w.-]+/[\w.-]+$")
+    """OWNER/NAME."""
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    """A commit pins the data; a stream without one may change under a job."""
+    streaming: bool = False
+    """Rows are read as they are drawn, in their order, and never all at once."""
+
+
 class MixturePart(Params):
     name: str
     params: dict[str, Any] = {}
@@ -196,6 +209,31 @@ class ReasoningGymSource(Params):
     seed: int = 0
 
 
+class JsonlTracker(Params):
+    """Always there: `jobs/ID/tracking/metrics.jsonl` below the state folder."""
+
+
+class TensorboardTracker(Params):
+    """Event files in `jobs/ID/tracking/tensorboard`."""
+
+
+class WandbTracker(Params):
+    project: str = "unimesh"
+    entity: str | None = None
+    mode: Literal["offline", "online"] = "offline"
+    """Online takes its key from the controller's own environment."""
+
+
+class TrackioTracker(Params):
+    project: str = "unimesh"
+
+
+class MlflowTracker(Params):
+    experiment: str = "unimesh"
+    uri: str | None = pydantic.Field(None, pattern=r"^https?://\S+$")
+    """A tracking server; None: a SQLite file below the state folder."""
+
+
 _AR: dict[str, Any] = {"requires_advantages": True, "supports_multi_update": True, "recomputes_anchor": True}
 
 TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
@@ -215,7 +253,13 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("source", "jsonl", Jsonl, "one JSON object a line", {"files": ("path",)}),
     ("source", "parquet", Parquet, "rows of a parquet file", {"files": ("path",)}),
     ("source", "saved_dataset", SavedDataset, "a Hugging Face data set saved to disk", {"files": ("path",)}),
+    ("source", "hub", Hub, "a data set by its name on the Hugging Face Hub", {}),
     ("source", "mixture", Mixture, "several sources by weight", {}),
     ("source", "sorting", Sorting, "sort the digits", {}),
+    ("tracker", "jsonl", JsonlTracker, "one JSON object a line; always on", {}),
+    ("tracker", "tensorboard", TensorboardTracker, "TensorBoard's event files", {"packages": ("tensorboardX",)}),
+    ("tracker", "wandb", WandbTracker, "Weights & Biases, offline by default", {"packages": ("wandb",)}),
+    ("tracker", "trackio", TrackioTracker, "trackio's local dashboard", {"packages": ("trackio",)}),
+    ("tracker", "mlflow", MlflowTracker, "MLflow", {"packages": ("mlflow",)}),
     ("source", "reasoning_gym", ReasoningGymSource, "procedural reasoning tasks", {}),
 )

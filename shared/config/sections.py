@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -148,10 +149,14 @@ class Placement(Section):
     """CPU threads of each child; None: what the host's supervisor planned."""
 
 
-class Eval(Section):
+class Suite(Section):
+    """One evaluation suite. Its prompts are the first of its own source."""
+
     source: Component
     size: int = Field(..., ge=1)
-    """Prompts, the first of the source."""
+    """Prompts."""
+    reward: Reward | None = None
+    """None: scored as in training."""
     at: tuple[Literal["start", "end"], ...] = ("start", "end")
     every: int = Field(0, ge=0)
     """Steps; 0: not in between."""
@@ -163,7 +168,17 @@ class Eval(Section):
     """Reward from which on a sample has solved its prompt."""
 
 
+Suites = Annotated[dict[str, Suite], pydantic.BeforeValidator(lambda value: {} if value is None else value)]
+"""By name; null means none."""
+
+
+def _by_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class Logging(Section):
+    trackers: tuple[Annotated[Component, pydantic.BeforeValidator(_by_name)], ...] = ()
+    """Besides the JSON lines that are always written: names, or names with parameters."""
     previews: int = Field(3, ge=0, le=64)
     """Evaluation samples kept with their text."""
     texts: int = Field(4, ge=0)
@@ -195,7 +210,24 @@ class RolloutRecipe(Recipe):
     reward: Reward
     algorithm: Algorithm
     schedule: Schedule = Schedule()
-    eval: Eval | None = None
+    eval: Suites = Field({})
+
+
+def scorer_name(suite: str, name: str) -> str:
+    """What a scorer of a suite's own is called among the job's streams."""
+    return f"{suite}.{name}"
+
+
+def scorers_of(recipe: Mapping[str, Any]) -> dict[str, Scorer]:
+    """Every scorer stream of a job, by name, from its plain recipe: those of training, and those of suites of their own."""
+    sections = [("", recipe.get("reward"))]
+    sections += [(name, suite.get("reward")) for name, suite in (recipe.get("eval") or {}).items()]
+    return {
+        scorer_name(suite, name) if suite else name: scorer
+        for suite, section in sections
+        if section is not None
+        for name, scorer in Reward.model_validate(section).scorers.items()
+    }
 
 
 class SftRecipe(Recipe):

@@ -28,6 +28,10 @@ class Settings:
     tokens: Path | None = None
     """File of the HTTP API's bearer tokens; None: none is asked for, which is legal on loopback only."""
     most_request_bytes: int = 16 << 20
+    otlp: str | None = None
+    """Base address of an OpenTelemetry collector (OTLP over HTTP) that gets spans; None: nobody does."""
+    score: str | None = None
+    """`host:port` where the reward service answers `POST /score`; None: it does not."""
 
     def weights(self, job: str) -> Path:
         return self.state / "jobs" / job / "weights"
@@ -37,6 +41,9 @@ class Settings:
 
     def records(self, job: str) -> Path:
         return self.state / "jobs" / job / "samples.sqlite"
+
+    def tracking(self, job: str) -> Path:
+        return self.state / "jobs" / job / "tracking"
 
     def allowed(self, path: str, field: str) -> Path:
         """The path, resolved; BadInput unless it exists below a configured root."""
@@ -71,5 +78,7 @@ def from_environment() -> Settings:
         logs=Path(logs) if logs else None,
         lease_s=float(os.environ.get("UNIMESH_LEASE_S", "15")),
         tokens=Path(tokens) if (tokens := os.environ.get("UNIMESH_TOKENS")) else None,
+        otlp=os.environ.get("UNIMESH_OTLP") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None,
+        score=os.environ.get("UNIMESH_SCORE") or None,
         most_request_bytes=int(os.environ.get("UNIMESH_MOST_REQUEST_BYTES", str(16 << 20))),
     )

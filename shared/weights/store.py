@@ -7,7 +7,6 @@ and published again from the checkpoint. Readers hold leases; garbage collection
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -128,19 +127,19 @@ class WeightStore:
 
     @contextmanager
     def leased(self, incarnation: int, version: int, holder: str) -> Iterator[None]:
-        """Keeps the version from being collected while it is read."""
-        self.hold(incarnation, version, holder)
+        """Keeps the version from being collected while it is read. Each reader's lease is its own, also of one holder."""
+        own = f"{holder}.{uuid4().hex[:8]}"
+        self.hold(incarnation, version, own)
         try:
             yield
         finally:
-            self.release(incarnation, version, holder)
+            self.release(incarnation, version, own)
 
     def hold(self, incarnation: int, version: int, holder: str) -> None:
         """Takes or renews a lease of LEASE_S seconds."""
         lease = self._lease(incarnation, version, holder)
         lease.parent.mkdir(parents=True, exist_ok=True)
         lease.touch()
-        os.utime(lease)
 
     def release(self, incarnation: int, version: int, holder: str) -> None:
         self._lease(incarnation, version, holder).unlink(missing_ok=True)

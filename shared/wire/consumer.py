@@ -196,7 +196,7 @@ class Consumer:
 
     def _failed(self, work: Work, error: BaseException) -> None:
         trace = "".join(traceback.format_exception(error))[-4000:]
-        log.warning("%s of %s failed: %s", self.stage, work.envelope.gid, trace)
+        log.warning("%s failed: %s", self.stage, trace, extra={"job": self.keys.job, "gid": work.envelope.gid})
         self._refuse(work.entry, trace, limit=0 if isinstance(error, Poison | Fatal | WireError) else None)
         if isinstance(error, Fatal):
             event = Failure(origin=self.stage, error=str(error), fatal=True)

@@ -214,6 +214,8 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, tag="operator"):
     command: Literal["pause", "resume", "cancel", "checkpoint", "evaluate", "reissue"]
     gid: str = ""
     """reissue: the dead group whose prompt is to be issued again."""
+    suite: str = ""
+    """evaluate: one suite; empty: all of them."""
 
 
 Message = Trained | Published | Saved | Started | Dead | Failure | RolledBack | Operator

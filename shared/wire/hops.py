@@ -95,13 +95,15 @@ def phase(kind: str, position: int, stage: str) -> str:
     return f"phase:{kind} {position} {stage}"
 
 
-def meta_fields(incarnation: int, route: Sequence[str], scorers: Sequence[str]) -> dict[str, int]:
-    """What meta holds of an incarnation: every phase that a message may be in."""
+def meta_fields(
+    incarnation: int, route: Sequence[str], scorers: Sequence[str], eval_scorers: Sequence[str] | None = None
+) -> dict[str, int]:
+    """What meta holds of an incarnation: every phase that a message may be in. `eval_scorers`: None means the same ones."""
     fields = {"incarnation": incarnation}
-    for kind in ("train", "eval"):
+    for kind, names in (("train", scorers), ("eval", scorers if eval_scorers is None else eval_scorers)):
         for position, stage in enumerate(route):
-            stages = [f"reward.{scorer}" for scorer in scorers] if stage == "reward" else [stage]
-            fields |= {phase(kind, position, name): incarnation for name in stages}
+            stages = [f"reward.{scorer}" for scorer in names] if stage == "reward" else [stage]
+            fields |= {phase(kind, position, on): incarnation for on in stages}
     return fields
 
 

@@ -53,7 +53,7 @@ def until(api: httpx.Client, job: str, state: str, patience: float = 20) -> dict
 
 
 def test_a_job_runs_to_its_end_and_shows_everything(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
-    document = recipe(model_folder, eval={"source": {"name": "sorting"}, "size": 3}, train__checkpoint_every=1)
+    document = recipe(model_folder, eval={"easy": {"source": {"name": "sorting"}, "size": 3}}, train__checkpoint_every=1)
     job = submit(api, document)
     view = until(api, job, "starting")
     assert view["waits_for"] == "a trainer to load the model"

@@ -22,6 +22,7 @@ from services.controller.lifecycles.state import (
     Restore,
     State,
     Stepped,
+    SuitePlan,
 )
 from services.controller.restore import cut, from_cut
 from shared.wire.envelope import (
@@ -64,8 +65,7 @@ def test_every_order_ends_with_a_balanced_ledger_and_the_bound_kept(
             updates_per_batch=updates,
             max_inflight=3 * (staleness + 1),
             need="at_least" if staleness else "exactly",
-            eval_at=("start", "end"),
-            eval_size=4,
+            suites={"s": SuitePlan(at=("start", "end"), size=4, scorers=("exact",))},
         ),
         seed,
         faults,
@@ -77,7 +77,7 @@ def test_every_order_ends_with_a_balanced_ledger_and_the_bound_kept(
     assert root.published["policy"] == root.current["policy"]
     roots = [g.partition("#")[0] for g in world.trained]
     assert len(set(roots)) == len(roots)
-    assert [c.run.tag for c in world.commands if isinstance(c, Evaluated)] and set(root.evaluated) == {"start", "end"}
+    assert [c.run.tag for c in world.commands if isinstance(c, Evaluated)] and set(root.evaluated) == {"s:start", "s:end"}
 
 
 @given(seed=st.integers(0, 10**6), staleness=st.integers(0, 3))
@@ -300,9 +300,8 @@ def test_a_job_whose_groups_all_die_fails_with_the_last_error() -> None:
 
 
 def test_what_is_evaluated_between_two_syncs_is_published() -> None:
-    world = World(
-        plan(steps=6, sync_interval=3, max_staleness=2, max_inflight=9, eval_every=2, eval_size=1, need="at_least"), 1
-    )
+    suite = SuitePlan(every=2, size=1, scorers=("exact",))
+    world = World(plan(steps=6, sync_interval=3, max_staleness=2, max_inflight=9, suites={"s": suite}, need="at_least"), 1)
     world.go()
     suites = [c.group for c in world.commands if isinstance(c, Issue) and c.group.kind == "eval"]
     kinds = [c.kind for c in world.commands if isinstance(c, Append)]

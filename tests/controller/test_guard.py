@@ -14,10 +14,10 @@ import pytest
 import uvicorn
 
 from services.controller.api.app import make_app
-from services.controller.api.guard import MOST_WRONG, WINDOW_S, Failures
 from shared.config import tokens
 from shared.config.settings import Settings
 from shared.config.tokens import Scope
+from shared.http.guard import MOST_WRONG, WINDOW_S, Failures
 
 
 class Served:

@@ -33,6 +33,7 @@ def jsonl(path: Path, *rows: Any) -> dict[str, Any]:
     return {"name": "jsonl", "params": {"path": str(path)}}
 
 
+SUITE: dict[str, Any] = {"source": {"name": "sorting"}, "size": 2}
 ROWS = tuple({"prompt": f"{i}>", "answer": str(i)} for i in range(4))
 
 
@@ -55,7 +56,13 @@ def test_a_good_recipe_passes(settings: Settings, model_folder: Path) -> None:
         ({"reward__scorers": {"x": {"name": "length"}}}, ["reward.scorers.x.params.target", "required"]),
         ({"reward__scorers": {"a.b": {"name": "exact_match"}}}, ["reward.scorers.a.b", "holds no"]),
         ({"algorithm__params": {"clip": 1}}, ["algorithm.params.clip", "did you mean 'clip_range'"]),
-        ({"eval": {"source": {"name": "sorting"}, "size": 2, "n": 4}}, ["eval.n", "4", "greedy", "temperature above 0"]),
+        ({"eval": {"x": SUITE | {"n": 4}}}, ["eval.x.n", "4", "greedy", "temperature above 0"]),
+        (
+            {"eval": {"x": SUITE | {"reward": {"scorers": {"y": {"name": "contain"}}}}}},
+            ["eval.x.reward.scorers.y.name", "contains"],
+        ),
+        ({"eval": {"a.b": SUITE}}, ["eval.a.b", "holds no"]),
+        ({"eval": {"x": {"source": {"name": "sorting", "params": {"size": 1}}, "size": 2}}}, ["eval.x.size", "at most 1"]),
         ({"data__source": {"name": "sort"}}, ["data.source.name", "did you mean 'sorting'"]),
         ({"data__source": {"name": "sorting", "params": {"digits": 0}}}, ["data.source.params.digits", "0"]),
         (
@@ -184,7 +191,7 @@ def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Pa
     path = jsonl(tmp_path / "data.jsonl", *({"question": f"{i}?", "answer": "a"} for i in range(8)))["params"]["path"]
     overrides = [f"model.path={model_folder}"]
     if name == "ar/smollm2":
-        overrides += [f"data.source.params.path={path}", f"eval.source.params.path={path}"]
+        overrides += [f"data.source.params.path={path}", f"eval.held_out.source.params.path={path}"]
     prepare(compose(name, overrides), settings)
 
 

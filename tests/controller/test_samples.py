@@ -112,7 +112,7 @@ def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_fo
     """Several samples a prompt: the simulated scorer finds every second one right."""
     sampling = {"max_new_tokens": 4, "temperature": 1.0}
     suite = {"source": {"name": "sorting"}, "size": 3, "at": [], "n": 4, "sampling": sampling}
-    job = submit(api, recipe(model_folder, steps=400, eval=suite))
+    job = submit(api, recipe(model_folder, steps=400, eval={"easy": suite}))
     with Simulated(settings, job, delay=0.01):
         until(api, job, "running")
         assert api.post(f"/v1/jobs/{job}/evaluate").status_code == 202
@@ -127,6 +127,35 @@ def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_fo
         api.post(f"/v1/jobs/{job}/cancel")
     plain = submit(api, recipe(model_folder))
     assert api.post(f"/v1/jobs/{plain}/evaluate").status_code == 422
+
+
+def test_suites_have_their_own_data_scorers_and_times(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    own = {"scorers": {"format": {"name": "regex", "params": {"pattern": "a"}}, "exact": {"name": "exact_match"}}}
+    sampling = {"max_new_tokens": 2, "temperature": 0.5}
+    suites = {
+        "plain": {"source": {"name": "sorting"}, "size": 2, "at": ["end"]},
+        "strict": {
+            "source": {"name": "sorting", "params": {"seed": 3}},
+            "size": 3,
+            "at": [],
+            "every": 2,
+            "n": 2,
+            "sampling": sampling,
+            "reward": own | {"aggregation": "max"},
+        },
+    }
+    job = submit(api, recipe(model_folder, steps=5, eval=suites))
+    with Simulated(settings, job):
+        view = until(api, job, "done")
+    found = {(e["suite"], e["tag"]): e for e in view["evals"]}
+    assert set(found) == {("plain", "end"), ("strict", "step-2"), ("strict", "step-4")}
+    assert found["plain", "end"]["versions"] == {"policy": 5} and found["plain", "end"]["samples"] == 2
+    strict = found["strict", "step-4"]
+    assert strict["versions"] == {"policy": 4} and (strict["prompts"], strict["samples"]) == (3, 6)
+    assert strict["reward/format"] == strict["reward/exact"] == strict["reward"] == 0.5
+    assert view["ledger"]["issued"] == 10 and view["dead_letters"] == 0
+    wrong = api.post(f"/v1/jobs/{submit(api, recipe(model_folder, eval=suites))}/evaluate", params={"suite": "strickt"})
+    assert wrong.status_code == 422 and "strict" in wrong.text
 
 
 def test_a_trace_shows_who_did_what_when(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811

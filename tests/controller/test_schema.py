@@ -29,7 +29,7 @@ CHECKS = [
 def schema(settings: Settings, model_folder: Path) -> Any:
     """Of an API with one job."""
     app = make_app(settings)
-    document = recipe(model_folder, name="asked", eval={"source": {"name": "sorting"}, "size": 2})
+    document = recipe(model_folder, name="asked", eval={"easy": {"source": {"name": "sorting"}, "size": 2}})
     job = create(connect(settings.redis_url), prepare(document, settings))
     found = schemathesis.openapi.from_asgi("/openapi.json", app)
     found.config.phases.update(phases=["examples", "coverage", "fuzzing"])

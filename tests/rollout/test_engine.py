@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,19 @@ def test_an_announced_version_is_read_ahead(setup: Setup) -> None:
     assert set(setup.one("a:0:0", Need("exactly", 1)).head.parts[0].versions) == {1}, "from memory: the files are gone"
 
 
+def test_versions_are_taken_while_they_are_announced(setup: Setup) -> None:
+    """A request waits for a version that is being written: the hint and the request find it at the same moment."""
+    setup.publish(0)
+    setup.one("a:0:0", Need("exactly", 0))
+    for version in range(1, 60):
+        [future] = setup.handler.submit([setup.work(f"a:0:{version}", Need("exactly", version))])
+        setup.publish(version)
+        setup.client.publish(setup.keys.published("policy"), codec.pack((1, version)))
+        found = future.result(10)
+        assert isinstance(found, Filled) and set(found.head.parts[0].versions) == {version}
+    assert setup.prefetch.thread.is_alive()
+
+
 def test_deterministic_slices_are_computed_alone(setup: Setup) -> None:
     """The bytes of a slice are the same whether others were submitted with it or not."""
     setup.publish(0)
@@ -225,6 +239,20 @@ def test_deterministic_slices_are_computed_alone(setup: Setup) -> None:
     works = [setup.work(f"a:0:{i}", Need("exactly", 0), deterministic=True) for i in range(4)]
     found = [f.result(30) for f in setup.handler.submit(works)]
     assert isinstance(found[1], Filled) and b"".join(found[1].parts) == b"".join(single.parts)
+
+
+def test_two_readers_of_one_worker_do_not_take_each_others_leases(setup: Setup) -> None:
+    setup.publish(1)
+    setup.publish(2)
+
+    def read(_: int) -> None:
+        for _ in range(400):
+            with setup.store.leased(1, 1, "me"):
+                assert setup.store.collect(1, keep=1) == []
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(read, range(3)))
+    assert setup.store.collect(1, keep=1) == [1]
 
 
 def test_the_store_collects_old_versions_but_not_leased_or_pinned_ones(setup: Setup) -> None:

@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.controller.api import problem
 from services.controller.api.about import about_router, catalogue_router
 from services.controller.api.core import Core
 from services.controller.api.events import events_router
-from services.controller.api.guard import Guard
 from services.controller.api.jobs import jobs_router
 from services.controller.api.samples import samples_router
 from services.controller.mesh import Mesh
 from shared.config import tokens
 from shared.config.settings import Settings
+from shared.http import problem
+from shared.http.guard import Guard
 from shared.wire.client import connect
 
 

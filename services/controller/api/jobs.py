@@ -15,7 +15,7 @@ from services.controller.estimate import estimate
 from services.controller.jobs import create, prepare
 from services.controller.lifecycles.state import Phase
 from shared.config.compose import compose
-from shared.config.problems import bad
+from shared.config.problems import bad, unknown
 from shared.wire.codec import pack
 from shared.wire.envelope import Operator
 from shared.wire.keys import JOBS, JobKeys
@@ -85,12 +85,18 @@ def jobs_router(core: Core) -> APIRouter:
         return {"recipe": doc.recipe, "plan": msgspec.to_builtins(doc.plan)}
 
     @router.post("/{job}/{command}", status_code=202)
-    def command(job: str, command: Literal["pause", "resume", "cancel", "checkpoint", "evaluate"]) -> dict[str, str]:
+    def command(
+        job: str,
+        command: Literal["pause", "resume", "cancel", "checkpoint", "evaluate"],
+        suite: Annotated[str, Query(max_length=200, description="evaluate: one suite; all of them without it")] = "",
+    ) -> dict[str, str]:
         """Tells the job's runner; its effect shows in the job's state and events. 409 for a job that has ended."""
         doc = core.running(job)
-        if command == "evaluate" and not doc.plan.eval_size:
+        if command == "evaluate" and not doc.plan.suites:
             raise bad("command", command, "the recipe has no eval section")
-        core.client.xadd(JobKeys(doc.id).inbox, {"e": pack(Operator(command=command))})
+        if suite and suite not in doc.plan.suites:
+            raise unknown("suite", suite, doc.plan.suites, "no suite of the job")
+        core.client.xadd(JobKeys(doc.id).inbox, {"e": pack(Operator(command=command, suite=suite))})
         return {"id": job, "command": command}
 
     @router.get("/{job}/steps")

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, HTTPException, Query, Response
 
 from services.controller import letters, tracing
-from services.controller.api import problem
 from services.controller.api.core import Core
 from services.controller.records import Records
 from shared.config.problems import bad
+from shared.http import problem
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys

@@ -112,7 +112,7 @@ class JsonlSource:
 class TableSource:
     """Rows of an Arrow table: parquet, or a data set saved to disk. Read through memory maps, row by row."""
 
-    def __init__(self, params: builtin.Parquet | builtin.SavedDataset, files: Sequence[Path], at: str) -> None:
+    def __init__(self, params: Columns, files: Sequence[Path], at: str) -> None:
         self.params, self.at, self.shuffle = params, at, params.shuffle
         self.fingerprint = fingerprint_of(params, *map(checksum, files))
         try:

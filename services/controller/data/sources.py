@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from services.controller.data.files import JsonlSource, TableSource, saved_files
+from services.controller.data.hub import open_hub
 from services.controller.data.order import DataOrder
 from services.controller.data.procedural import ReasoningGymSource, SortingSource
 from services.controller.data.record import Record, Source, fingerprint_of
@@ -67,6 +68,8 @@ def open_source(component: Component, settings: Settings, at: str) -> Source:
         case builtin.SavedDataset():
             place = f"{at}.params.path"
             return TableSource(params, saved_files(settings.allowed(params.path, place), place), place)
+        case builtin.Hub():
+            return open_hub(params, settings, at)
         case builtin.Mixture():
             return _mixture(params, settings, at)
         case builtin.ReasoningGymSource():

@@ -55,5 +55,5 @@ def publish_due(plan: Plan, root: Root, last: bool) -> bool:
     """Whether the batch being formed is followed by a publish."""
     if plan.publish_at_end_only:
         return last
-    evaluated = bool(plan.eval_every and (root.batches + 1) % plan.eval_every == 0)  # what is evaluated must be in the store
+    evaluated = any(s.every and (root.batches + 1) % s.every == 0 for s in plan.suites.values())  # they take it from the store
     return last or evaluated or batches_since(root, promised(root), plan.tracks[0]) + 1 >= plan.sync_interval

@@ -28,5 +28,5 @@ def plan(recipe: Recipe) -> Plan:
         trajectories=True,
         reward=recipe.reward,
         schedule=recipe.schedule,
-        evaluation=recipe.eval,
+        suites=recipe.eval,
     )

@@ -31,6 +31,6 @@ def text_plan(recipe: RolloutRecipe, need: Literal["exactly", "at_least"]) -> Pl
         slice=recipe.rollout.slice,
         reward=recipe.reward,
         schedule=recipe.schedule,
-        evaluation=recipe.eval,
+        suites=recipe.eval,
         need=need,
     )

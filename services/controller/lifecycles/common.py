@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from services.controller.lifecycles.state import Branch, Plan
+from services.controller.lifecycles.state import Branch, Plan, SuitePlan
 from shared.config import specs
 from shared.config.problems import bad
-from shared.config.sections import Component, Eval, Recipe, Reward, RolloutRecipe, Schedule
+from shared.config.sections import Component, Recipe, Reward, RolloutRecipe, Schedule, Suite, scorer_name
 
 
 def check_placement(recipe: Recipe) -> None:
@@ -37,7 +38,7 @@ def rolled_out(
     tracks: tuple[str, ...],
     reward: Reward,
     schedule: Schedule,
-    evaluation: Eval | None,
+    suites: Mapping[str, Suite],
     **more: Any,
 ) -> Plan:
     """The plan of a domain that rolls out."""
@@ -49,7 +50,7 @@ def rolled_out(
         branches=branches,
         route=route,
         tracks=tracks,
-        scorers=tuple(reward.scorers),
+        **scoring(reward),
         updates_per_batch=recipe.train.num_updates_per_batch,
         max_staleness=schedule.max_staleness,
         max_inflight=check_schedule(schedule, recipe.data.batch_size),
@@ -57,30 +58,37 @@ def rolled_out(
         max_reissues=schedule.max_reissues,
         log_budget=int(recipe.train.log_budget_mb * 2**20),
         on_failed=reward.on_failed,
-        aggregation=reward.aggregation,
-        weights={name: scorer.weight for name, scorer in reward.scorers.items()},
-        normalize_weights=reward.normalize_weights,
         truncation=reward.truncation,
         overlong_buffer=reward.overlong_buffer,
         overlong_factor=reward.overlong_factor,
         propagate=reward.propagate,
         checkpoint_every=recipe.train.checkpoint_every,
-        eval_at=evaluation.at if evaluation else (),
-        eval_every=evaluation.every if evaluation else 0,
-        eval_size=evaluation.size if evaluation else 0,
-        eval_n=check_eval(evaluation) if evaluation else 1,
-        eval_solved=evaluation.solved if evaluation else 1.0,
+        suites={name: suite_plan(name, suite, reward) for name, suite in suites.items()},
         previews=recipe.logging.previews,
         **more,
     )
 
 
-def check_eval(evaluation: Eval) -> int:
-    """Samples for each prompt. BadInput for several greedy ones: they are all the same."""
-    greedy = evaluation.sampling is None or evaluation.sampling.temperature == 0
-    if evaluation.n > 1 and greedy:
-        raise bad("eval.n", evaluation.n, "greedy samples are all the same", "1, or eval.sampling with a temperature above 0")
-    return evaluation.n
+def scoring(reward: Reward, suite: str = "") -> dict[str, Any]:
+    """Streams and blend of a reward section, as plans hold them."""
+    weights = {scorer_name(suite, name) if suite else name: scorer.weight for name, scorer in reward.scorers.items()}
+    return {
+        "scorers": tuple(weights),
+        "aggregation": reward.aggregation,
+        "weights": weights,
+        "normalize_weights": reward.normalize_weights,
+    }
+
+
+def suite_plan(name: str, suite: Suite, training: Reward) -> SuitePlan:
+    """BadInput for several greedy samples of a prompt: they are all the same."""
+    check_name(f"eval.{name}", name)
+    greedy = suite.sampling is None or suite.sampling.temperature == 0
+    if suite.n > 1 and greedy:
+        legal = f"1, or eval.{name}.sampling with a temperature above 0"
+        raise bad(f"eval.{name}.n", suite.n, "greedy samples are all the same", legal)
+    own = scoring(training) if suite.reward is None else scoring(suite.reward, name)
+    return SuitePlan(at=suite.at, every=suite.every, size=suite.size, n=suite.n, solved=suite.solved, **own)
 
 
 def check_components(recipe: RolloutRecipe) -> None:
@@ -90,8 +98,10 @@ def check_components(recipe: RolloutRecipe) -> None:
     check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch)
     check_optimizer(recipe)
     check_scorers(recipe.reward)
-    if recipe.eval is not None:
-        specs.check("source", recipe.eval.source.name, recipe.eval.source.params, "eval.source")
+    for name, suite in recipe.eval.items():
+        specs.check("source", suite.source.name, suite.source.params, f"eval.{name}.source")
+        if suite.reward is not None:
+            check_scorers(suite.reward, f"eval.{name}.reward")
     sampling = recipe.rollout.sampling
     if sampling.temperature == 0:
         raise bad("rollout.sampling.temperature", 0, "a greedy policy gives no gradient", "more than 0 for training")
@@ -116,9 +126,13 @@ def check_algorithm(algorithm: Component, updates: int) -> None:
         raise bad("train.num_updates_per_batch", updates, f"{algorithm.name} makes one update a batch", "1")
 
 
-def check_scorers(reward: Reward) -> None:
+def check_name(at: str, name: str) -> None:
+    if not name or "." in name or "/" in name or ":" in name:
+        raise bad(at, name, "a component's name is not empty and holds no '.', '/' or ':'")
+
+
+def check_scorers(reward: Reward, where: str = "reward") -> None:
     for name, scorer in reward.scorers.items():
-        at = f"reward.scorers.{name}"
-        if "." in name or "/" in name or ":" in name:
-            raise bad(at, name, "a component's name holds no '.', '/' or ':'")
+        at = f"{where}.scorers.{name}"
+        check_name(at, name)
         specs.check("scorer", scorer.name, scorer.params, at)

@@ -214,7 +214,7 @@ class Transition:
         elif event.command == "checkpoint":
             self.wants_checkpoint = True
         elif event.command == "evaluate":
-            evaluation.on_demand(self)
+            evaluation.on_demand(self, event.suite)
         elif event.command == "reissue":
             self.reissue(event.gid)
         else:

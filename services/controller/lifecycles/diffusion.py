@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from services.controller.lifecycles.common import check_scorers, rolled_out
 from services.controller.lifecycles.state import Branch, Plan
 from shared.config import sections
 from shared.config.problems import bad
-from shared.config.sections import Algorithm, Component, Eval, Reward, Schedule, Section
+from shared.config.sections import Algorithm, Component, Reward, Schedule, Section, Suites
 
 
 class MediaSampling(Section):
@@ -34,7 +36,7 @@ class DiffusionRecipe(sections.Recipe):
     reward: Reward
     algorithm: Algorithm
     schedule: Schedule = Schedule()
-    eval: Eval | None = None
+    eval: Suites = Field({})
 
 
 class Recipe(DiffusionRecipe):
@@ -57,6 +59,6 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
         slice=recipe.rollout.slice,
         reward=recipe.reward,
         schedule=recipe.schedule,
-        evaluation=recipe.eval,
+        suites=recipe.eval,
         need=need,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,43 +17,58 @@ if TYPE_CHECKING:
 
 
 def at_start(step: Transition) -> None:
-    if "start" in step.plan.eval_at:
-        begin(step, "start")
-
-
-def after_batch(step: Transition) -> None:
-    every = step.plan.eval_every
-    if every and step.root.batches % every == 0 and step.root.batches < step.plan.steps:
-        begin(step, f"step-{step.root.batches}")
+    at(step, "start")
 
 
 def at_end(step: Transition) -> None:
-    if "end" in step.plan.eval_at:
-        begin(step, "end")
+    at(step, "end")
 
 
-def on_demand(step: Transition) -> None:
-    """At the newest published version; once for each step."""
-    if step.plan.eval_size and step.root.phase == "running":
-        begin(step, f"asked-{step.root.batches}", step.root.published)
-    else:
+def at(step: Transition, when: str) -> None:
+    for name, suite in step.plan.suites.items():
+        if when in suite.at:
+            begin(step, name, when)
+
+
+def after_batch(step: Transition) -> None:
+    for name, suite in step.plan.suites.items():
+        if suite.every and step.root.batches % suite.every == 0 and step.root.batches < step.plan.steps:
+            begin(step, name, f"step-{step.root.batches}")
+
+
+def on_demand(step: Transition, suite: str) -> None:
+    """One suite, or all of them, at the newest published version; once for each step."""
+    names = [name for name in step.plan.suites if suite in ("", name)]
+    if not names or step.root.phase != "running":
         step.commands.append(Note("warning", "an evaluation was asked for: there is no suite, or the job does not run (yet)"))
-
-
-def begin(step: Transition, tag: str, at: Mapping[str, int] | None = None) -> None:
-    """Issues the whole suite at these versions (None: the current ones: published, or about to be)."""
-    if tag in step.root.evaluated or any(run.tag == tag for run in step.root.evals):
         return
+    for name in names:
+        begin(step, name, f"asked-{step.root.batches}", step.root.published)
+
+
+def begin(step: Transition, name: str, tag: str, at: Mapping[str, int] | None = None) -> None:
+    """Issues the whole suite at these versions (None: the current ones: published, or about to be)."""
+    suite = step.plan.suites[name]
     known = step.root.current if at is None else at
     versions = {track: known.get(track, 0) for track in step.plan.tracks}
     needs = {track: Need("exactly", version) for track, version in versions.items()}
-    run = EvalRun(tag=tag, step=step.root.batches, versions=versions, size=step.plan.eval_size)
+    run = EvalRun(suite=name, tag=tag, step=step.root.batches, versions=versions, size=suite.size)
+    if run.key in step.root.evaluated or any(known.key == run.key for known in step.root.evals):
+        return
     step.set(evals=(*step.root.evals, run))
-    for index in range(step.plan.eval_size):
-        gid = group_id(root_id(f"eval-{tag}", 0, index), 0)
+    for index in range(suite.size):
         group = Group(
-            gid=gid, draw=index, issue=0, shelf=step.root.formed, needs=needs, issued_at=step.now, kind="eval", tag=tag
+            gid=group_id(root_id(f"eval-{name}-{tag}", 0, index), 0),
+            draw=index,
+            issue=0,
+            shelf=step.root.formed,
+            needs=needs,
+            issued_at=step.now,
+            kind="eval",
+            suite=name,
+            tag=tag,
         )
+        gid = group.gid
         step.groups[gid] = group
         step.commands.append(Issue(group))
 
@@ -63,24 +78,34 @@ def collect(step: Transition, group: Group) -> None:
     if not rewards:
         failed(step, group)
         return
-    run = _run(step, group)
+    run, suite = _run(step, group), step.plan.suites[group.suite]
     reward = sum(rewards) / len(rewards)
-    solved = sum(r >= step.plan.eval_solved for r in rewards)
+    solved = sum(r >= suite.solved for r in rewards)
     body = group.slices[0].body if group.slices else None
     previews = run.previews
     if body is not None and group.draw < step.plan.previews:
         previews = (*previews, (group.draw, body, reward))
-    passed = {k: run.passed.get(k, 0.0) + pass_at(k, len(rewards), solved) for k in powers(step.plan.eval_n)}
+    passed = {k: run.passed.get(k, 0.0) + pass_at(k, len(rewards), solved) for k in powers(suite.n)}
     run = msgspec.structs.replace(
         run,
         total=run.total + reward,
         samples=run.samples + len(rewards),
         sum=run.sum + sum(rewards),
         squares=run.squares + sum(r * r for r in rewards),
+        components=_components(run.components, group.components),
         passed=passed,
         previews=previews,
     )
     _count(step, group, run)
+
+
+def _components(before: Mapping[str, tuple[float, int]], scores: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, int]]:
+    found = dict(before)
+    for name, values in scores.items():
+        finite = [v for v in values if math.isfinite(v)]
+        total, count = found.get(name, (0.0, 0))
+        found[name] = (total + sum(finite), count + len(finite))
+    return found
 
 
 def powers(n: int) -> list[int]:
@@ -103,15 +128,15 @@ def failed(step: Transition, group: Group) -> None:
 
 
 def _run(step: Transition, group: Group) -> EvalRun:
-    return next(run for run in step.root.evals if run.tag == group.tag)
+    return next(run for run in step.root.evals if (run.suite, run.tag) == (group.suite, group.tag))
 
 
 def _count(step: Transition, group: Group, run: EvalRun) -> None:
     run = msgspec.structs.replace(run, done=run.done + 1)
-    others = tuple(r for r in step.root.evals if r.tag != run.tag)
+    others = tuple(r for r in step.root.evals if r.key != run.key)
     step.close([group], in_flight=True)
     if run.done < run.size:
         step.set(evals=(*others, run))
         return
-    step.set(evals=others, evaluated=(*step.root.evaluated, run.tag))
+    step.set(evals=others, evaluated=(*step.root.evaluated, run.key))
     step.commands.append(Evaluated(run))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from services.controller.lifecycles.common import check_scorers, rolled_out
 from services.controller.lifecycles.diffusion import MediaSampling
 from services.controller.lifecycles.state import Branch, Plan
 from shared.config import sections
-from shared.config.sections import Algorithm, Component, Eval, Model, Reward, Sampling, Schedule, Section
+from shared.config.sections import Algorithm, Component, Model, Reward, Sampling, Schedule, Section, Suites
 
 
 class Rewrites(Section):
@@ -41,7 +43,7 @@ class Recipe(sections.Recipe):
     reward: Reward
     algorithm: Algorithms
     schedule: Schedule = Schedule()
-    eval: Eval | None = None
+    eval: Suites = Field({})
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -58,5 +60,5 @@ def plan(recipe: Recipe) -> Plan:
         slice=rollout.slice,
         reward=recipe.reward,
         schedule=recipe.schedule,
-        evaluation=recipe.eval,
+        suites=recipe.eval,
     )

@@ -19,7 +19,28 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     media: bool = False
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Scoring(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose scores a group gets, and how they become one reward."""
+
+    scorers: tuple[str, ...] = ()
+    aggregation: Literal["weighted_sum", "mean", "min", "max"] = "weighted_sum"
+    weights: dict[str, float] = {}
+    normalize_weights: bool = True
+
+
+class SuitePlan(Scoring, frozen=True, kw_only=True):
+    """An evaluation suite."""
+
+    at: tuple[str, ...] = ()
+    every: int = 0
+    size: int = 0
+    n: int = 1
+    """Samples for each prompt."""
+    solved: float = 1.0
+    """Reward from which on a sample has solved its prompt (pass@k)."""
+
+
+class Plan(Scoring, frozen=True, kw_only=True):
     """Derived from the recipe once; everything that a lifecycle decides by."""
 
     domain: str
@@ -30,7 +51,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     route: tuple[str, ...]
     """Stages of a message; empty when nothing is rolled out."""
     tracks: tuple[str, ...]
-    scorers: tuple[str, ...] = ()
     slice: int | None = None
     trajectories: bool = False
     """Each row of a group is a Sample of its own with its own turns (agentic)."""
@@ -46,26 +66,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     advantages: bool = True
     on_failed: Literal["exclude", "drop_group", "abort"] = "exclude"
     checkpoint_every: int = 0
-    aggregation: Literal["weighted_sum", "mean", "min", "max"] = "weighted_sum"
-    weights: dict[str, float] = {}
-    normalize_weights: bool = True
     truncation: Literal["keep", "zero", "soft"] = "keep"
     overlong_buffer: int = 4096
     overlong_factor: float = 1.0
     propagate: Literal["mean", "max", "sum"] = "mean"
-    eval_at: tuple[str, ...] = ()
-    eval_every: int = 0
-    eval_size: int = 0
-    eval_n: int = 1
-    """Samples for each prompt of the suite."""
-    eval_solved: float = 1.0
-    """Reward from which on a sample has solved its prompt (pass@k)."""
+    suites: dict[str, SuitePlan] = {}
+    """Evaluations, by name."""
     previews: int = 3
 
     @property
     def group_size(self) -> int:
         """Siblings directly below a prompt."""
         return self.branches[0].n if self.branches else 1
+
+    @property
+    def eval_scorers(self) -> tuple[str, ...]:
+        """Of all suites."""
+        return tuple(dict.fromkeys(name for suite in self.suites.values() for name in suite.scorers))
+
+    def scoring(self, group: Group) -> Scoring:
+        """The group's own: its suite's, or that of training."""
+        return self.suites[group.suite] if group.kind == "eval" else self
 
     def slices(self) -> tuple[tuple[int, int], ...]:
         n, step = self.group_size, self.slice or self.group_size
@@ -92,8 +113,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready_at: float = 0.0
     order: int = 0
     """Its place among the completed groups."""
+    suite: str = ""
     tag: str = ""
-    """eval: which evaluation."""
+    """eval: which run of the suite."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +137,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
+    suite: str
     tag: str
+    """When: `start`, `step-20`, `asked-7`, `end`."""
     step: int
     versions: dict[str, int]
     size: int
@@ -127,10 +151,16 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     """Scored samples, and the sums of their rewards and of the squares."""
     sum: float = 0.0
     squares: float = 0.0
+    components: dict[str, tuple[float, int]] = {}
+    """Scorer → sum and count of its finite scores."""
     passed: dict[int, float] = {}
     """k → sum over prompts of the chance that one of k samples solves it."""
     previews: tuple[tuple[int, BodyRef, float], ...] = ()
     """(index, body, reward) of the first ones."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.suite}:{self.tag}"
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -172,6 +202,7 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Shelves below are gone."""
     evals: tuple[EvalRun, ...] = ()
     evaluated: tuple[str, ...] = ()
+    """Keys of the runs that are done."""
     dying: int = 0
     """Groups that died since one was completed or trained."""
     started_at: float = 0.0

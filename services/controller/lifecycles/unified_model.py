@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from services.controller.lifecycles.common import check_scorers, rolled_out
 from services.controller.lifecycles.diffusion import MediaSampling
 from services.controller.lifecycles.state import Branch, Plan
 from shared.config import sections
-from shared.config.sections import Algorithm, Component, Eval, Reward, Sampling, Schedule, Section
+from shared.config.sections import Algorithm, Component, Reward, Sampling, Schedule, Section, Suites
 
 
 class Rollout(Section):
@@ -31,7 +33,7 @@ class Recipe(sections.Recipe):
     reward: Reward
     algorithm: Algorithms
     schedule: Schedule = Schedule()
-    eval: Eval | None = None
+    eval: Suites = Field({})
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -47,5 +49,5 @@ def plan(recipe: Recipe) -> Plan:
         slice=recipe.rollout.slice,
         reward=recipe.reward,
         schedule=recipe.schedule,
-        evaluation=recipe.eval,
+        suites=recipe.eval,
     )

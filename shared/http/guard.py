@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,9 +12,10 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.controller.api.problem import response
 from shared.config import tokens
+from shared.config.settings import Settings
 from shared.config.tokens import Token
+from shared.http.problem import response
 
 OPEN = ("/healthz", "/readyz", "/docs", "/openapi.json")
 """Answered without a token: they tell nothing of any job."""
@@ -116,4 +118,10 @@ def needed(method: str, path: str) -> tokens.Scope:
     """Looking needs `read`, changing a job `submit`, changing the mesh `admin`."""
     if method in ("GET", "HEAD", "OPTIONS"):
         return "read"
-    return "submit" if path.startswith("/v1/jobs") else "admin"
+    return "submit" if path.startswith(("/v1/jobs", "/score")) else "admin"
+
+
+def check_listening(host: str, settings: Settings) -> None:
+    """ValueError for an address that others can reach, without tokens."""
+    if settings.tokens is None and not (host == "localhost" or ipaddress.ip_address(host).is_loopback):
+        raise ValueError(f"without tokens the API listens on loopback only, not on {host}: set UNIMESH_TOKENS")

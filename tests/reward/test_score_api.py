@@ -1,0 +1,130 @@
+"""`POST /score`: the scorers of training for others. A failure is null with its reason, never a 0."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.reward.score_api import EXAMPLE, KEPT, Scorers, make_app
+from shared.config import tokens
+from shared.config.sections import Scorer
+from shared.config.settings import Settings
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Settings:
+    return Settings("redis://unused", tmp_path, (tmp_path,), f"dir:{tmp_path}", 1, None, most_request_bytes=100_000)
+
+
+@pytest.fixture
+def client(plain: Settings) -> Iterator[TestClient]:
+    with TestClient(make_app(plain)) as client:
+        yield client
+
+
+def ask(client: TestClient, scorers: dict[str, Any], *rows: dict[str, Any], **more: Any) -> Any:
+    reward = {"scorers": scorers, **more.pop("reward", {})}
+    answer = client.post("/score", json={"reward": reward, "rows": list(rows), **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["rows"]
+
+
+def test_the_example_of_the_document_works(client: TestClient) -> None:
+    answer = client.post("/score", json=EXAMPLE).json()
+    assert answer["rows"] == [{"id": "", "reward": 1.0, "components": {"answer": 1.0}, "errors": {}}]
+    assert EXAMPLE in client.get("/openapi.json").json()["components"]["schemas"]["Request"]["examples"]
+
+
+def test_components_are_blended_as_in_training(client: TestClient) -> None:
+    scorers = {
+        "exact": {"name": "exact_match", "weight": 3.0},
+        "digits": {"name": "regex", "params": {"pattern": r"\d+"}, "weight": 1.0},
+    }
+    rows: list[dict[str, Any]] = [
+        {"id": "a", "completion": "12", "metadata": {"answer": "12"}},
+        {"id": "b", "completion": "13", "metadata": {"answer": "12"}},
+        {"id": "c", "completion": "12"},
+    ]
+    found = ask(client, scorers, *rows)
+    assert [r["id"] for r in found] == ["a", "b", "c"] and [r["reward"] for r in found] == [1.0, 0.25, None]
+    assert found[2]["components"] == {"exact": None, "digits": 1.0} and set(found[2]["errors"]) == {"exact"}
+    assert ask(client, scorers, *rows[:2], reward={"aggregation": "min"})[1]["reward"] == 0.0
+
+
+def test_a_scorer_that_hangs_fails_at_the_deadline_and_the_others_count(client: TestClient) -> None:
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            time.sleep(3)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    scorers = {
+        "far": {"name": "remote_http", "params": {"url": f"http://127.0.0.1:{server.server_port}/"}},
+        "exact": {"name": "exact_match"},
+    }
+    row = {"completion": "1", "metadata": {"answer": "1"}}
+    started = time.monotonic()
+    [found, _] = ask(client, scorers, row, row, deadline_s=0.5)
+    assert time.monotonic() - started < 2
+    assert found["components"] == {"far": None, "exact": 1.0} and found["reward"] is None
+    assert "deadline of 0.5 s" in found["errors"]["far"]
+    [again] = ask(client, scorers, row, deadline_s=0.2)
+    assert "deadline" in again["errors"]["far"]
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"reward": {"scorers": {"x": {"name": "exact_mach"}}}}, ["reward.scorers.x.name", "exact_match"]),
+        ({"reward": {"scorers": {"x": {"name": "exact_match", "params": {"strp": 1}}}}}, ["reward.scorers.x.params.strp"]),
+        ({"reward": {"scorers": {}}}, ["reward", "at least 1"]),
+        ({"rows": []}, ["rows", "at least 1"]),
+        ({"rows": [{"prompt": "x"}]}, ["rows.0.completion", "required"]),
+        ({"deadline_s": 0}, ["deadline_s", "greater than 0"]),
+        ({"roes": 1}, ["roes"]),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_bad_requests_name_the_field(client: TestClient, body: dict[str, Any], words: list[str]) -> None:
+    answer = client.post("/score", json=EXAMPLE | body)
+    assert answer.status_code == 422 and answer.headers["content-type"] == "application/problem+json"
+    assert all(word in answer.text.replace("Field required", "required") for word in words), answer.text
+
+
+def test_tokens_and_limits_are_those_of_the_controller(plain: Settings) -> None:
+    path = plain.state / "tokens"
+    secrets = {}
+    for scope in ("read", "submit"):
+        secrets[scope], kept = tokens.fresh(scope, scope)
+        tokens.add(path, kept)
+    with TestClient(make_app(replace(plain, tokens=path))) as client:
+        codes = [client.post("/score", json=EXAMPLE, headers=headers).status_code for headers in headers_of(secrets)]
+        assert codes == [401, 401, 403, 200]
+        large = client.post("/score", content=b" " * 200_000, headers={"Authorization": f"Bearer {secrets['submit']}"})
+        assert large.status_code == 413
+
+
+def headers_of(secrets: dict[str, str]) -> list[dict[str, str]]:
+    asked = ["", "Bearer wrong", f"Bearer {secrets['read']}", f"Bearer {secrets['submit']}"]
+    return [{"Authorization": value} if value else {} for value in asked]
+
+
+def test_scorers_stay_loaded_and_are_forgotten_in_time() -> None:
+    scorers = Scorers(kept=2)
+    first = scorers.get(Scorer(name="exact_match"))
+    assert scorers.get(Scorer(name="exact_match")) is first and KEPT > 2
+    for field in ("a", "b"):
+        scorers.get(Scorer(name="exact_match", params={"field": field}))
+    assert scorers.get(Scorer(name="exact_match")) is not first and len(scorers.loaded) == 2
+    scorers.close()

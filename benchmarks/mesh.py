@@ -61,7 +61,7 @@ class Bench:
 
     def job(self, recipe: str, *overrides: str) -> list[dict[str, Any]]:
         """Runs a job to its end; returns its steps."""
-        body = {"recipe": recipe, "overrides": list(overrides)}
+        body = {"recipe": recipe, "overrides": [*overrides, "name="]}
         answer = self.http.post("/v1/jobs", json=body)
         answer.raise_for_status()
         self.last = answer.json()["id"]
@@ -115,7 +115,7 @@ class Bench:
     @contextmanager
     def held(self, *more: str) -> Iterator[Callable[[int], list[float]]]:
         """A job that is paused; what this yields resumes it for so many steps and returns their seconds."""
-        overrides = [f"model.path={self.model}", "eval=null", "steps=1000000", "train.checkpoint_every=0", *more]
+        overrides = [f"model.path={self.model}", "eval=null", "steps=1000000", "train.checkpoint_every=0", "name=", *more]
         answer = self.http.post("/v1/jobs", json={"recipe": "ar/sort", "overrides": overrides})
         if answer.is_error:
             raise RuntimeError(answer.text)

@@ -61,7 +61,6 @@ def recipe(model: Path | str, **changes: Any) -> dict[str, Any]:
     """A small valid `ar` recipe; `changes` replace whole sections or, as dotted keys with `__`, single values."""
     document: dict[str, Any] = {
         "domain": "ar",
-        "name": "test",
         "steps": 3,
         "model": {"path": str(model)},
         "data": {"source": {"name": "sorting", "params": {}}, "batch_size": 2},

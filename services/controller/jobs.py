@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+import redis
 
 from services.controller import lifecycles, trackers
 from services.controller.data.intake import BadPrompt, Intake, TooLong
@@ -18,14 +19,14 @@ from services.controller.data.record import Source
 from services.controller.data.sources import open_source
 from services.controller.lifecycles.state import Phase, Plan, Root
 from shared.config.problems import BadInput, Problem, bad
-from shared.config.sections import Component, Recipe, Sampling, Suite
+from shared.config.sections import Component, Recipe, Sampling, Suite, scorer_place, scorers_of
 from shared.config.settings import Settings
 from shared.types.params import ARSamplingParams
 from shared.weights.locate import ModelFiles, locate
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import ENDED
 from shared.wire.hops import meta_fields
-from shared.wire.keys import JOBS, JobKeys, idempotency
+from shared.wire.keys import JOBS, NAMES, JobKeys, idempotency
 
 CHECKED_RECORDS = 256
 """Prompts tokenized before a job is accepted; the rest is checked when it is drawn."""
@@ -81,6 +82,8 @@ def prepare(document: Any, settings: Settings) -> Job:
         raise bad("domain", plan.domain, "its engines are not there yet", ", ".join(lifecycles.RUNNABLE))
     for place, tracker in enumerate(recipe.logging.trackers):
         trackers.check(tracker.name, tracker.params, f"logging.trackers.{place}")
+    for name, scorer in scorers_of(recipe.model_dump(mode="json")).items():
+        settings.check_urls(scorer.params, f"{scorer_place(name)}.params")
     files = locate(recipe.model, settings)
     doc = JobDoc(
         id=uuid4().hex[:12],
@@ -179,7 +182,8 @@ def _warnings(plan: Plan, job: Job) -> list[str]:
 
 def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
     """Writes a prepared job; the id of an earlier submission with the same key wins. Safe to break off anywhere: it shows in
-    the list last, and a repetition with the key finishes what another had begun.
+    the list last, and a repetition with the key finishes what another had begun. BadInput if a job that has not ended bears the
+    same name: two could not be told apart, and trackers would mix their series.
     """
     doc, keys = job.doc, job.keys
     with client.pipeline(transaction=True) as pipe:
@@ -190,9 +194,35 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
         client.delete(keys.doc, keys.meta)
         first = client.get(idempotency(idempotency_key)).decode()
         doc = load_doc(client, first) or doc
-    summary = {"name": doc.recipe["name"], "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps}
-    client.hsetnx(JOBS, doc.id, pack(summary))
+    try:
+        _enter(client, doc)
+    except BadInput:
+        client.delete(keys.doc, keys.meta, *([] if idempotency_key is None else [idempotency(idempotency_key)]))
+        raise
     return doc.id
+
+
+def _enter(client: Any, doc: JobDoc) -> None:
+    """Into the list of jobs, together with its name."""
+    name = doc.recipe["name"]
+    summary = pack({"name": name, "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps})
+    while True:
+        with client.pipeline() as pipe:
+            pipe.watch(NAMES)
+            holder = pipe.hget(NAMES, name) if name else None
+            held = holder.decode() if holder is not None else doc.id
+            if held != doc.id and phase_of(client, held) not in ENDED:
+                legal = f"another name, or name= for none; or cancel job {held}"
+                raise bad("name", name, "a job of this name has not ended", legal)
+            pipe.multi()
+            if name:
+                pipe.hset(NAMES, name, doc.id)
+            pipe.hsetnx(JOBS, doc.id, summary)
+            try:
+                pipe.execute()
+                return
+            except redis.WatchError:
+                continue
 
 
 def phases(client: Any, jobs: Sequence[str]) -> dict[str, Phase]:

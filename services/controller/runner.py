@@ -19,6 +19,7 @@ from services.controller.jobs import Job
 from services.controller.lifecycles.core import advance, missing
 from services.controller.lifecycles.state import BadRecord, Command, Covered, Event, Group, Restore, Root, State, Tick
 from services.controller.messages import Writer, snapshot
+from services.controller.pins import Pins
 from services.controller.records import Recorder, Records
 from services.controller.restore import restored
 from services.controller.tracking import Tracking
@@ -64,6 +65,7 @@ class Runner:
             logging_section.keep_steps,
             settings.otlp,
         )
+        self.pins = Pins(settings, job.doc.id, self.token)
         self.tracking = Tracking(connect(), job.doc, settings)
         self.stopping = threading.Event()
         self.claim_at = 0.0
@@ -152,12 +154,14 @@ class Runner:
             restored(self, state, next(c for c in commands if isinstance(c, Restore)), [e.id for e in entries], revision)
             return None
         if not entries and not commands and after.root is state.root:
+            self.pins.follow(state.root)
             return (revision, state) if self._extended() and self._current(revision) else None
         if any(isinstance(c, Covered) for c in commands):
             self.recorder.flush()
         writes = self.writer.writes(state, after, commands)
         writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]
         self.refused.clear()
+        self.pins.follow(after.root)
         done = self.commit(revision, after, [e.id for e in entries], writes)
         if entries:
             self.writer.acts.append(Span("commit", self.name, now, time.monotonic() - clock))

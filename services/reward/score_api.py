@@ -115,12 +115,13 @@ class Scorers:
             self.loaded.clear()
 
 
-def score(scorers: Scorers, request: Request) -> Answer:
+def score(scorers: Scorers, request: Request, settings: Settings) -> Answer:
     """Every scorer at once, each on all rows."""
     started = time.monotonic()
     until = started + request.deadline_s
     for name, section in request.reward.scorers.items():
         specs.check("scorer", section.name, section.params, f"reward.scorers.{name}")
+        settings.check_urls(section.params, f"reward.scorers.{name}.params")
     loaded = {name: scorers.get(section) for name, section in request.reward.scorers.items()}
     rows = [RewardRequest(sample_id=row.id, **row.model_dump(exclude={"id"})) for row in request.rows]
     running = {name: scorer.submit(rows) for name, scorer in loaded.items()}
@@ -164,7 +165,7 @@ def make_app(settings: Settings) -> FastAPI:
     @app.post("/score", responses=problem.documented())
     def score_rows(request: Annotated[Request, Body()]) -> Answer:
         """Scores rows as training would. A failure is null with its reason, never a 0."""
-        return score(scorers, request)
+        return score(scorers, request, settings)
 
     @app.get("/healthz")
     def healthz() -> dict[str, str]:

@@ -218,6 +218,12 @@ def scorer_name(suite: str, name: str) -> str:
     return f"{suite}.{name}"
 
 
+def scorer_place(name: str) -> str:
+    """Where a scorer stands in the recipe, by what it is called among the streams."""
+    suite, _, own = name.rpartition(".")
+    return f"eval.{suite}.reward.scorers.{own}" if suite else f"reward.scorers.{own}"
+
+
 def scorers_of(recipe: Mapping[str, Any]) -> dict[str, Scorer]:
     """Every scorer stream of a job, by name, from its plain recipe: those of training, and those of suites of their own."""
     sections = [("", recipe.get("reward"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ class Settings:
     tokens: Path | None = None
     """File of the HTTP API's bearer tokens; None: none is asked for, which is legal on loopback only."""
     most_request_bytes: int = 16 << 20
+    scorer_urls: tuple[str, ...] = ()
+    """Scorers that ask others may ask only what begins with one of these; empty: anything."""
     otlp: str | None = None
     """Base address of an OpenTelemetry collector (OTLP over HTTP) that gets spans; None: nobody does."""
     score: str | None = None
@@ -44,6 +47,12 @@ class Settings:
 
     def tracking(self, job: str) -> Path:
         return self.state / "jobs" / job / "tracking"
+
+    def check_urls(self, params: Mapping[str, Any], at: str) -> None:
+        """BadInput for a component whose parameter `url` leads where scorers may not ask."""
+        url = params.get("url")
+        if isinstance(url, str) and self.scorer_urls and not url.startswith(self.scorer_urls):
+            raise bad(f"{at}.url", url, "scorers may not ask there", f"what begins with {', '.join(self.scorer_urls)}")
 
     def allowed(self, path: str, field: str) -> Path:
         """The path, resolved; BadInput unless it exists below a configured root."""
@@ -78,6 +87,7 @@ def from_environment() -> Settings:
         logs=Path(logs) if logs else None,
         lease_s=float(os.environ.get("UNIMESH_LEASE_S", "15")),
         tokens=Path(tokens) if (tokens := os.environ.get("UNIMESH_TOKENS")) else None,
+        scorer_urls=tuple(url for url in os.environ.get("UNIMESH_SCORER_URLS", "").split(",") if url),
         otlp=os.environ.get("UNIMESH_OTLP") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None,
         score=os.environ.get("UNIMESH_SCORE") or None,
         most_request_bytes=int(os.environ.get("UNIMESH_MOST_REQUEST_BYTES", str(16 << 20))),

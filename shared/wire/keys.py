@@ -9,6 +9,8 @@ GROUP = "workers"
 
 JOBS = "unimesh:jobs"
 """Hash: job id → the summary that lists are made of (msgpack)."""
+NAMES = "unimesh:names"
+"""Hash: name → the newest job that bears it."""
 WORKERS = "unimesh:workers"
 """Set: names of registered workers; one whose key has expired is gone."""
 

@@ -96,6 +96,18 @@ def test_events_resume_after_the_last_one_seen(api: httpx.Client, settings: Sett
     assert [e["data"] for e in again] == [e["data"] for e in whole[3:]]
 
 
+def test_a_job_cancelled_while_it_is_launched(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
+    """Before any worker has come: it ends, its name is free, and workers that come later find nothing to do."""
+    job = submit(api, recipe(model_folder, name="short"))
+    assert api.post(f"/v1/jobs/{job}/cancel").status_code == 202
+    view = until(api, job, "cancelled")
+    assert view["ledger"]["issued"] == 0 and view["step"] == 0
+    again = submit(api, recipe(model_folder, name="short"))
+    with Simulated(settings, again):
+        until(api, again, "done")
+    assert api.get(f"/v1/jobs/{job}").json()["state"] == "cancelled"
+
+
 def test_cancel_ends_a_running_job(api: httpx.Client, settings: Settings, model_folder: Path) -> None:
     job = submit(api, recipe(model_folder, steps=100_000))
     with Simulated(settings, job):

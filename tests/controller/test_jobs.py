@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,16 @@ from services.controller.data.order import DataOrder
 from services.controller.data.record import Record
 from services.controller.data.sources import open_source
 from services.controller.jobs import Job, create, prepare
+from services.controller.lifecycles.state import EvalRun, Root
+from services.controller.pins import Pins
 from shared.config.compose import compose, listed
 from shared.config.problems import BadInput
 from shared.config.sections import Component, Data
 from shared.config.settings import Settings
-from shared.wire.keys import JOBS
+from shared.weights.store import WeightStore
+from shared.wire.client import connect
+from shared.wire.codec import pack
+from shared.wire.keys import JOBS, JobKeys
 from tests.conftest import recipe
 
 
@@ -162,6 +169,62 @@ def test_a_domain_without_engines_is_refused_by_name(settings: Settings, model_f
 def test_one_key_makes_one_job(settings: Settings, model_folder: Path, client: Any) -> None:
     jobs = [create(client, prepare(recipe(model_folder), settings), "key") for _ in range(2)]
     assert jobs[0] == jobs[1] and client.hlen(JOBS) == 1
+
+
+def test_two_jobs_that_run_do_not_share_a_name(settings: Settings, model_folder: Path, client: Any) -> None:
+    first = create(client, prepare(recipe(model_folder, name="mine"), settings))
+    with pytest.raises(BadInput, match=rf"name: a job of this name has not ended .*'mine'.*cancel job {first}"):
+        create(client, prepare(recipe(model_folder, name="mine"), settings), "key")
+    assert client.hlen(JOBS) == 1 and len(client.keys("unimesh:*:doc")) == 1 and not client.exists("unimesh:idempotency:key")
+    unnamed = [create(client, prepare(recipe(model_folder), settings)) for _ in range(2)]
+    client.hset(JobKeys(first).state, "snapshot", pack(Root(phase="done")))
+    again = create(client, prepare(recipe(model_folder, name="mine"), settings), "key")
+    assert {raw.decode() for raw in client.hkeys(JOBS)} == {first, again, *unnamed}
+
+
+def test_of_many_submissions_at_once_with_one_name_one_is_taken(settings: Settings, model_folder: Path, redis_url: str) -> None:
+    jobs = [prepare(recipe(model_folder, name="mine"), settings) for _ in range(8)]
+
+    def enter(job: Job) -> str:
+        try:
+            return create(connect(redis_url), job)
+        except BadInput:
+            return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(enter, jobs))
+    assert len([name for name in found if name]) == 1 and found.count("") == 7
+
+
+def test_scorers_ask_only_where_they_may(settings: Settings, model_folder: Path) -> None:
+    limited = replace(settings, scorer_urls=("https://judge.example/", "http://127.0.0.1:9000/"))
+    far = {"far": {"name": "remote_http", "params": {"url": "http://169.254.169.254/latest"}}}
+    said = problem(recipe(model_folder, reward={"scorers": far}), limited)
+    assert "reward.scorers.far.params.url" in said and "https://judge.example/" in said
+    said = problem(recipe(model_folder, eval={"x": SUITE | {"reward": {"scorers": far}}}), limited)
+    assert "eval.x.reward.scorers.far.params.url" in said
+    far["far"]["params"] = {"url": "https://judge.example/score"}
+    prepare(recipe(model_folder, reward={"scorers": far}), limited)
+
+
+def test_a_version_that_an_evaluation_needs_is_not_collected(settings: Settings) -> None:
+    store = WeightStore(settings.weights("j"), "policy")
+    for version in range(5):
+        store.publish(1, version, [("model.safetensors", b"x")])
+    pins = Pins(settings, "j", "me")
+    run = EvalRun(suite="s", tag="step-1", step=1, versions={"policy": 1}, size=1)
+    pins.follow(Root(evals=(run,)))
+    assert store.collect(1, keep=2) == [0, 2] and store.has(1, 1)
+    pins.follow(Root())
+    assert store.collect(1, keep=2) == [1]
+
+
+def test_a_prompt_of_ten_megabytes(settings: Settings, model_folder: Path, tmp_path: Path) -> None:
+    """Named like any that is too long, and not printed."""
+    source = jsonl(tmp_path / "data.jsonl", *ROWS, {"prompt": "1 " * 5_000_000})
+    said = problem(recipe(model_folder, data__source=source), settings)
+    assert "data.source record 5" in said and "at most 124" in said and len(said) < 2000
+    prepare(recipe(model_folder, data__source=source, data__on_long="drop"), settings)
 
 
 # recipes and data ------------------------------------------------------------------------------------------------------------

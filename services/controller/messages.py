@@ -98,10 +98,12 @@ class Writer:
     def writes(self, before: State, after: State, commands: Sequence[Command]) -> list[Write]:
         out: list[Write] = []
         closed = {gid for c in commands if isinstance(c, Close) for gid in c.gids}
+        issued: list[tuple[int, str]] = []
         for command in commands:
             match command:
                 case Issue(group) if group.gid not in closed and self.plan.route:
                     out += self._request(group, after.root.incarnation)
+                    issued.append((group.shelf, group.gid))
                 case Append():
                     out += self._append(command, after)
                 case Close():
@@ -117,6 +119,8 @@ class Writer:
                 case Note():
                     fields = {"at": f"{time.time():.3f}", "level": command.level, "text": command.text}
                     out.append(xadd(self.keys.events, fields))
+        if issued:
+            out.append(Write("ZADD", self.keys.open, tuple(word for mark in issued for word in mark)))
         changed = {g: pack(row) for g, row in after.groups.items() if before.groups.get(g) is not row}
         if changed:
             out.append(hset(self.keys.rows, changed))
@@ -161,13 +165,10 @@ class Writer:
         return Request("", tuple(zip(spans, pieces, map(_body, pieces), strict=True)))
 
     def _request(self, group: Group, incarnation: int) -> list[Write]:
-        """The group's messages, and its hash and mark as open."""
+        """The group's messages, and its hash."""
         request = self._take(group)
         need = len(request.slices) * len(self.plan.scoring(group).scorers)
-        out = [
-            Write("ZADD", self.keys.open, (group.shelf, group.gid)),
-            hset(self.keys.group(group.gid), {"need": need, "have": 0}),
-        ]
+        out = [hset(self.keys.group(group.gid), {"need": need, "have": 0})]
         for span, sample, parts in request.slices:
             if group.kind == "eval":
                 sample = _renamed(sample, group.gid.rpartition("#")[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,6 +15,8 @@ from shared.types.part import Part
 from shared.types.rewards import Blend, blend, truncated_reward
 from shared.types.sample import Sample
 from shared.wire.envelope import Completed, SliceHead, TrainSlice
+
+Propagate = Literal["mean", "max", "sum"]
 
 
 def scored(plan: Plan, group: Group, event: Completed, now: float, order: int) -> Group:
@@ -51,13 +53,15 @@ def plan_blend(how: Scoring) -> Blend:
     return Blend(method=how.aggregation, weights=how.weights, normalize=how.normalize_weights)
 
 
-def skeleton(heads: Sequence[SliceHead], rewards: np.ndarray[Any, Any]) -> Sample:
-    """The lineage of a batch as a Sample without content, its last Part scored."""
+def skeleton(heads: Sequence[SliceHead], rewards: np.ndarray[Any, Any], propagate: Propagate) -> Sequence[Part]:
+    """The generated Parts of a batch without their content, rewards propagated from the last one up."""
     ids = [tuple(i for h in heads for i in h.parts[k].ids) for k in range(len(heads[0].parts))]
+    *above, last = [Part(sample_ids=column, role="assistant") for column in ids]
+    last = msgspec.structs.replace(last, rewards=rewards)
+    if not above:
+        return [last]
     roots = tuple(dict.fromkeys(i.partition("/")[0] for i in ids[0]))
-    parts = [Part(sample_ids=roots)]
-    parts += [Part(sample_ids=column, role="assistant") for column in ids]
-    return Sample((*parts[:-1], msgspec.structs.replace(parts[-1], rewards=rewards)))
+    return Sample((Part(sample_ids=roots), *above, last)).propagate_rewards(propagate).parts[1:]
 
 
 def trajectories(heads: Sequence[SliceHead], rewards: np.ndarray[Any, Any], how: Advantage) -> list[TrainSlice]:
@@ -97,8 +101,8 @@ def train_slices(plan: Plan, groups: Sequence[Group], how: Advantage) -> list[Tr
     rewards = np.asarray([r for group in groups for r in group.rewards], np.float32)
     if plan.trajectories:
         return trajectories(heads, rewards, how)
-    sample = skeleton(heads, rewards).propagate_rewards(plan.propagate)
-    parts = [part.compute_advantages(**how.model_dump()) for part in sample.parts[1:]]
+    scored = skeleton(heads, rewards, plan.propagate)
+    parts = [part.compute_advantages(**how.model_dump()) for part in scored]
     at = [0] * len(parts)
     out: list[TrainSlice] = []
     for head in heads:

@@ -147,6 +147,10 @@ def weighted_blend(
 
 def blend(components: Mapping[str, Array], how: Blend) -> Array:
     """float32 [rows]; a row with any failed component (not finite) is NaN: failed, never 0."""
+    if len(components) == 1 and (how.method != "weighted_sum" or how.weights.get(next(iter(components)), 1.0) == 1.0):
+        [only] = components.values()
+        values = np.asarray(only, np.float32)
+        return values if np.isfinite(values).all() else np.where(np.isfinite(values), values, np.float32(np.nan))
     stacked = np.stack([np.asarray(values, np.float32) for values in components.values()])
     if how.method == "weighted_sum":
         weights = np.asarray([how.weights.get(name, 1.0) for name in components], np.float64)

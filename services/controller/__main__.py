@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shared import logs
-from shared.agent.process import guard_parent
+from shared.agent.process import guard_parent, take_turns
 
 
 def main() -> None:
@@ -14,6 +14,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8080)
     args = parser.parse_args()
     guard_parent()
+    take_turns()
     logs.begin("controller")
 
     import uvicorn

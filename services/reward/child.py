@@ -15,7 +15,7 @@ import redis
 
 from services.reward.handler import ScoreHandler
 from shared import logs
-from shared.agent.process import StopFlag, guard_parent
+from shared.agent.process import StopFlag, guard_parent, take_turns
 from shared.config.problems import BadInput
 from shared.config.sections import Scorer, scorers_of
 from shared.config.settings import Settings, from_environment
@@ -117,6 +117,7 @@ def _phase(snapshot: Any) -> str:
 
 def main() -> None:
     guard_parent()
+    take_turns()
     logs.begin("reward", worker=f"{socket.gethostname()}-{os.getpid()}")
     names = os.environ.get("UNIMESH_SCORERS", "")
     settings = from_environment()

@@ -13,14 +13,12 @@ from typing import Any
 import msgspec
 
 from shared import logs
-from shared.agent.process import guard_parent
-
-SWITCH_S = 0.0005
-"""Between threads that compute: a version that was announced is read while messages are decoded."""
+from shared.agent.process import guard_parent, take_turns
 
 
 def main() -> None:
     guard_parent()
+    take_turns()
     logs.begin("rollout")
     import torch
 
@@ -65,7 +63,6 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     lease = settings.lease_s
     policy = Policy(lease, lease / 5, stall_s=section.stall_s, deadline_s=section.deadline_s)
     consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)
-    sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # libraries and model: no collection need walk them again
     signal.signal(signal.SIGTERM, lambda *_: consumer.stop())

@@ -19,13 +19,14 @@ from typing import Any
 import msgspec
 
 from shared import logs
-from shared.agent.process import PARENT, guard_parent
+from shared.agent.process import PARENT, guard_parent, take_turns
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     guard_parent()
+    take_turns()
     logs.begin("trainer")
     import torch
 

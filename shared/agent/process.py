@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,14 @@ def guard_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+SWITCH_S = 0.0005
+
+
+def take_turns() -> None:
+    """Threads of this process that compute take turns often: what is waited for is not held up by what is not."""
+    sys.setswitchinterval(SWITCH_S)
 
 
 class StopFlag:

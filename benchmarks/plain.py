@@ -73,9 +73,7 @@ class Plain:
             heads.append(head)
             groups.append(self.group(number * size + index, head, found.scores))
         pieces = train_slices(self.plan, groups, self.recipe.algorithm.advantage)
-        batch = Batch(pieces, "policy", lambda i: b"")
-        batch.preload(slices)
-        self.stack.train_track(batch)
+        self.stack.train_track(Batch(pieces, "policy", lambda i: slices[i]))
         return float(np.mean([r for g in groups for r in g.rewards]))
 
     def request(self, draw: int) -> list[Sample]:

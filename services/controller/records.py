@@ -102,29 +102,35 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def connect(self) -> sqlite3.Connection:
+        """The file and its tables are made if they are not there. For several threads that take turns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, timeout=10, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.executescript(SCHEMA)
+        return connection
+
     @contextmanager
     def open(self) -> Iterator[sqlite3.Connection]:
-        """A transaction; the file and its tables are made if they are not there."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=10)
+        """A transaction on a connection of its own."""
+        connection = self.connect()
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.executescript(SCHEMA)
             with connection:
                 yield connection
         finally:
             connection.close()
 
-    def place(self) -> tuple[int, int]:
+    @staticmethod
+    def place(connection: sqlite3.Connection) -> tuple[int, int]:
         """(incarnation, seq) of the last record taken in."""
-        with self.open() as connection:
-            row = connection.execute("SELECT incarnation, seq FROM place").fetchone()
+        row = connection.execute("SELECT incarnation, seq FROM place").fetchone()
         return (row[0], row[1]) if row else (0, 0)
 
-    def add(self, entries: Sequence[tuple[LogEntry, Texts]], keep_steps: int) -> None:
+    @staticmethod
+    def add(connection: sqlite3.Connection, entries: Sequence[tuple[LogEntry, Texts]], keep_steps: int) -> None:
         """Records of the log, in order. What an older history had written of the same or later steps is taken back."""
-        with self.open() as connection:
+        with connection:
             for entry, texts in entries:
                 if entry.kind == "train":
                     connection.execute("DELETE FROM groups WHERE step >= ? OR step <= ?", (entry.step, entry.step - keep_steps))
@@ -245,6 +251,7 @@ class Recorder:
         """`texts`: groups of each step whose text is kept. `otlp`: a collector that gets spans of what is recorded."""
         self.client, self.keys, self.store, self.records = client, keys, store, records
         self.texts, self.keep_steps, self.otlp = texts, keep_steps, otlp
+        self.connection: sqlite3.Connection | None = None
         self.telemetry: Telemetry | None = None
         self.told = "0"
         """Place in the stream of spans."""
@@ -276,6 +283,10 @@ class Recorder:
             self.stopping.set()
             thread.join(5)
             self.flush()
+            with self.lock:
+                if self.connection is not None:
+                    self.connection.close()
+                    self.connection = None
             if self.telemetry is not None:
                 self.telemetry.close()
                 self.telemetry = None
@@ -297,13 +308,14 @@ class Recorder:
     def catch_up(self, count: int = 8) -> int:
         """Takes in what the log holds beyond the last record; returns how many."""
         with self.lock:
-            incarnation, seq = self.records.place()
+            self.connection = self.connection or self.records.connect()
+            incarnation, seq = self.records.place(self.connection)
             current = int(self.client.hget(self.keys.meta, "incarnation") or 0)
             start = f"({seq}-0" if incarnation == current else "-"
             rows = self.client.xrange(self.keys.log, start, "+", count=count)
             entries = [unpack(fields[b"e"], LogEntry) for _, fields in rows]
             if entries:
-                self.records.add([(entry, self._texts(entry)) for entry in entries], self.keep_steps)
+                self.records.add(self.connection, list(zip(entries, self._texts(entries), strict=True)), self.keep_steps)
             if self.telemetry is not None:
                 self._tell(self.telemetry, entries)
             return len(entries)
@@ -317,14 +329,32 @@ class Recorder:
             self.told = text(entry_id)
             telemetry.step(int(fields[b"step"]), unpack(fields[b"t"], tuple[Span, ...]))
 
-    def _texts(self, entry: LogEntry) -> Texts:
-        count = sum(note.slices for note in entry.groups[: self.texts])
-        heads = [piece.head for piece in entry.slices[:count] if piece.head.body is not None]
-        found: Texts = {}
-        for head in heads:
-            assert head.body is not None
-            try:
-                found |= texts_of(self.store.load(head.body))
-            except (BodyLost, WireError, ValueError) as error:
-                log.info("no text of %s: %s", text(head.parts[0].ids[0]), error)
+    def _texts(self, entries: Sequence[LogEntry]) -> list[Texts]:
+        """Of the first groups of each record, in one round trip."""
+        counts = [sum(note.slices for note in entry.groups[: self.texts]) for entry in entries]
+        heads = [
+            [p.head for p in entry.slices[:n] if p.head.body is not None] for entry, n in zip(entries, counts, strict=True)
+        ]
+        bodies = self._bodies([head.body for own in heads for head in own if head.body is not None])
+        found: list[Texts] = []
+        for own in heads:
+            texts: Texts = {}
+            for head in own:
+                try:
+                    if head.body is not None and head.body.uri in bodies:
+                        texts |= texts_of(bodies[head.body.uri])
+                except (WireError, ValueError) as error:
+                    log.info("no text of this group: %s", error, extra={"gid": head.parts[0].ids[0]})
+            found.append(texts)
         return found
+
+    def _bodies(self, refs: Sequence[BodyRef]) -> dict[str, codec.Buffer]:
+        """Those that can still be had, by their uri."""
+        try:
+            return dict(zip((ref.uri for ref in refs), self.store.load_many(refs), strict=True))
+        except (BodyLost, WireError) as error:
+            if len(refs) <= 1:
+                log.info("a text is gone: %s", error)
+                return {}
+            middle = len(refs) // 2
+            return self._bodies(refs[:middle]) | self._bodies(refs[middle:])

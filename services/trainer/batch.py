@@ -11,7 +11,6 @@ import numpy as np
 
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
-from shared.wire import codec
 from shared.wire.envelope import TrainSlice
 from shared.wire.errors import BodyLost
 
@@ -47,10 +46,10 @@ class RowHead:
 
 
 class Batch:
-    """Rows of one track. `open_body` returns the bytes of slice i's body."""
+    """Rows of one track. `open_slice` returns the Samples of slice i."""
 
-    def __init__(self, slices: Sequence[TrainSlice], track: str, open_body: Callable[[int], codec.Buffer]) -> None:
-        self.slices, self.track, self.open_body = slices, track, open_body
+    def __init__(self, slices: Sequence[TrainSlice], track: str, open_slice: Callable[[int], list[Sample]]) -> None:
+        self.slices, self.track, self.open_slice = slices, track, open_slice
         self.heads = [head for index, piece in enumerate(slices) for head in self._heads(index, piece)]
         self._opened: dict[int, list[Row]] = {}
 
@@ -66,10 +65,6 @@ class Batch:
                 found.append(RowHead(index, len(found), length, advantage, good))
         return found
 
-    def preload(self, slices: Sequence[list[Sample]]) -> None:
-        """Bodies that are in memory already."""
-        self._opened = {index: self._open(samples) for index, samples in enumerate(slices)}
-
     def row(self, index: int) -> Row:
         """BodyLost if the body does not hold what its head says."""
         head = self.heads[index]
@@ -83,7 +78,7 @@ class Batch:
     def _rows(self, index: int) -> list[Row]:
         """Every generated row of the track in a slice, in the order of its heads: turn by turn."""
         if index not in self._opened:
-            self._opened[index] = self._open(codec.decode(self.open_body(index), list[Sample]))
+            self._opened[index] = self._open(self.open_slice(index))
         return self._opened[index]
 
     def _open(self, samples: list[Sample]) -> list[Row]:

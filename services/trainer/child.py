@@ -76,6 +76,7 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
     from services.trainer.backend import Backend
     from services.trainer.link import Link
     from services.trainer.loop import Trainer
+    from services.trainer.preread import Preread
     from services.trainer.publisher import Publisher
     from services.trainer.stack import TrainStack
     from services.trainer.world import World
@@ -85,6 +86,7 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
     from shared.models.ar.bundle import copy_side_files, load
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
+    from shared.wire.client import connect
     from shared.wire.codec import pack
     from shared.wire.keys import JobKeys
 
@@ -94,7 +96,9 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
     link = None
     if world.first:
         bodies = BodyStore(client, keys, open_bodies(settings.bodies, job))
-        link = Link(client, keys, bodies, agent, pack(Assignment(**assignment)))  # type: ignore[arg-type]
+        streams = [keys.stage(f"reward.{name}") for name in plan["scorers"][:1]]
+        preread = [Preread(lambda: connect(settings.redis_url), stream, bodies) for stream in streams]
+        link = Link(client, keys, bodies, agent, pack(Assignment(**assignment)), *preread)  # type: ignore[arg-type]
     section, model = Train.model_validate(recipe["train"]), Model.model_validate(recipe["model"])
     try:
         bundle = load(Path(doc["files"]), Path(doc["weights"]) if doc["weights"] else None, model.dtype, model.attention)

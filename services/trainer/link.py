@@ -12,10 +12,11 @@ from uuid import uuid4
 
 import redis
 
+from services.trainer.preread import Opened, Preread
 from shared.weights.checkpoints import Position
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY, answered
-from shared.wire.codec import Buffer, pack, unpack
+from shared.wire.codec import pack, unpack
 from shared.wire.envelope import LogEntry, Message, RolledBack, Saved, Span, Trained
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys, assignment
@@ -33,8 +34,17 @@ class Fenced(SystemExit):
 class Link:
     """Reads the log from `applied_seq` on. No consumer group: what has been applied is the checkpoint's to know."""
 
-    def __init__(self, client: Any, keys: JobKeys, store: BodyStore, agent: str, packed_assignment: bytes) -> None:
-        self.client, self.keys, self.store = client, keys, store
+    def __init__(
+        self,
+        client: Any,
+        keys: JobKeys,
+        store: BodyStore,
+        agent: str,
+        packed_assignment: bytes,
+        preread: Preread | None = None,
+    ) -> None:
+        """`preread` reads bodies before their record comes."""
+        self.client, self.keys, self.store, self.preread = client, keys, store, preread
         self.scripts = Scripts(client)
         self.lock = threading.Lock()
         self.fence = uuid4().hex
@@ -105,7 +115,7 @@ class Link:
         """The next record; None after a second without one; RolledBack if the log is not the one that was applied."""
         if not self.ahead:
             try:
-                answer = self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=POLL_MS)
+                answer = self._read()
                 if not answer:
                     return self._lost()
             except AWAY:
@@ -117,6 +127,15 @@ class Link:
             detail = f"record {entry.seq} follows {entry.previous!r}, applied was {self.seq} {self.entry_id!r}"
             return RolledBack(seq=self.seq, detail=detail)
         return entry
+
+    def _read(self) -> Any:
+        if self.preread is None:
+            return self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=POLL_MS)
+        self.preread.idle.set()
+        try:
+            return self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=POLL_MS)
+        finally:
+            self.preread.idle.clear()
 
     def publish_follows(self) -> bool:
         """Whether the record after the one just returned is known, and is a publish."""
@@ -148,13 +167,13 @@ class Link:
     def applied(self, entry: LogEntry) -> None:
         self.seq, self.entry_id = entry.seq, entry.id
 
-    def bodies(self, entry: LogEntry) -> list[Buffer]:
+    def bodies(self, entry: LogEntry) -> list[Opened]:
         """Of all slices, in order. BodyLost if one is gone."""
         refs = [piece.head.body for piece in entry.slices]
         known = [ref for ref in refs if ref is not None]
         if len(known) != len(refs):
             raise BodyLost(f"record {entry.seq} names a slice without a body")
-        return self._load(known)
-
-    def _load(self, refs: Sequence[Any]) -> list[Buffer]:
-        return answered(lambda: self.store.load_many(refs))
+        held = {} if self.preread is None or not known else self.preread.take(known)
+        asked = [ref for ref in known if ref.uri not in held]
+        loaded = iter(answered(lambda: self.store.load_many(asked)) if asked else ())
+        return [held[ref.uri] if ref.uri in held else Opened(next(loaded)) for ref in known]

@@ -16,12 +16,13 @@ from services.trainer import checkpoint
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch
 from services.trainer.link import Link
+from services.trainer.preread import Opened
 from services.trainer.publisher import Publisher
 from services.trainer.stack import StepResult, TrainStack
 from services.trainer.world import World
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
-from shared.wire.codec import Buffer, pack, unpack
+from shared.wire.codec import pack, unpack
 from shared.wire.envelope import Failure, LogEntry, RolledBack, Saved, Span, Started, Trained
 from shared.wire.errors import BodyLost
 
@@ -55,7 +56,7 @@ class Trainer:
     publisher: Publisher | None
     stopping: Any
     """Callable: whether SIGTERM has come."""
-    opened: list[Buffer] | None = None
+    opened: list[Opened] | None = None
     handed: int = -1
     """Version of the newest snapshot."""
 
@@ -66,7 +67,7 @@ class Trainer:
             if word.kind == "quit":
                 return
             if word.entry is not None:
-                self.opened = list(word.bodies) or self.opened
+                self.opened = [Opened(body) for body in word.bodies] or self.opened
                 if not self._apply(word.entry, word.publishes):
                     return
 
@@ -87,8 +88,8 @@ class Trainer:
         except BodyLost as error:
             self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
             return Word(kind="quit")
-        shared = self.opened if self.world.size > 1 else []
-        return Word(kind="record", entry=entry, publishes=self.link.publish_follows(), bodies=tuple(map(bytes, shared)))
+        bodies = tuple(bytes(o.body) for o in self.opened) if self.world.size > 1 else ()
+        return Word(kind="record", entry=entry, publishes=self.link.publish_follows(), bodies=bodies)
 
     def _apply(self, entry: LogEntry, publishes: bool) -> bool:
         """One record; False after `stop`."""
@@ -107,7 +108,7 @@ class Trainer:
         structlog.contextvars.bind_contextvars(step=entry.step)
         opened = self.opened or []
         with self.link.timed("train") if self.link is not None else nullcontext():
-            result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i]))
+            result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i].decoded()))
         if publishes:
             self.publish()
         if self.link is not None:

@@ -322,7 +322,7 @@ def check_entry(mesh: Mesh, entry: LogEntry) -> None:
             assert held == list(part.ids)
     for track in mesh.plan.tracks:
         opened = [mesh.store.load(p.head.body) for p in entry.slices if p.head.body is not None]
-        batch = Batch(entry.slices, track, lambda i: opened[i])  # noqa: B023
+        batch = Batch(entry.slices, track, lambda i: codec.decode(opened[i], list[Sample]))  # noqa: B023
         texts = [i for i, h in enumerate(batch.heads) if h.length]
         for index in texts:
             row = batch.row(index)

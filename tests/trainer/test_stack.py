@@ -55,7 +55,7 @@ def make_batch(rows: int = 12, seed: int = 0, group: int = 4, **changes: Any) ->
         rewards = changes.get("rewards") or (1.0,) * group
         slices.append(TrainSlice(head=head, rewards=(rewards,), advantages=(advantages,)))
         bodies.append(codec.encode([sample]))
-    return Batch(slices, "policy", lambda i: bodies[i])
+    return Batch(slices, "policy", lambda i: codec.decode(bodies[i], list[Sample]))
 
 
 def make_stack(

@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test check bench soak ci lock clean
+.PHONY: setup demo test check bench soak ci lock clean docs record
 
 setup: $(STAMP)
 
@@ -33,10 +33,19 @@ test: setup .venv/.extras
 soak: setup .venv/.extras
 	$(BIN)/python -m pytest tests -m soak --timeout 3600
 
+# reference pages from the code; the terminal session and the API's examples from a real run
+docs: setup
+	$(BIN)/python docs/reference.py
+
+record: setup
+	$(BIN)/python docs/record.py
+	$(BIN)/python docs/reference.py
+
 check: setup .venv/.extras
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/reference.py --check
 
 bench: setup .venv-bench/.installed
 	$(BIN)/python -m benchmarks.mesh

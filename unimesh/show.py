@@ -66,29 +66,31 @@ def panel(view: dict[str, Any], steps: Sequence[dict[str, Any]]) -> RenderableTy
     grid = Table.grid(padding=(0, 2))
     if "reward" in last:
         series = [s["reward"] for s in steps if s.get("reward") is not None]
-        grid.add_row("reward", f"{last['reward']:.3f} ± {last['reward_std']:.3f}", Text(sparkline(series), "green"))
+        figure = f"{last['reward']:.3f} ± {last['reward_std']:.3f}  "
+        grid.add_row("reward", Text.assemble(figure, (sparkline(series), "green")))
     elif "loss" in last:
-        grid.add_row("loss", f"{last['loss']:.4f}", Text(sparkline([s["loss"] for s in steps if "loss" in s]), "cyan"))
+        series = [s["loss"] for s in steps if "loss" in s]
+        grid.add_row("loss", Text.assemble(f"{last['loss']:.4f}  ", (sparkline(series), "cyan")))
     rates = view["rates"]
     if rates:
         words = [f"{rates[n]:.2f} {n}/s" if n == "steps" else f"{rates[n]:.0f} {n}/s" for n in rates if rates[n]]
-        grid.add_row("rates", "  ".join(words), "")
+        grid.add_row("rates", "  ".join(words))
     stages = {n.removeprefix("seconds/"): v for n, v in last.items() if n.startswith("seconds/")}
     if stages:
-        grid.add_row("stages", "  ".join(f"{n} {v:.2f} s" for n, v in stages.items()), "")
+        grid.add_row("stages", "  ".join(f"{n} {v:.2f} s" for n, v in stages.items()))
     if "staleness_max" in last:
-        grid.add_row("staleness", f"{last['staleness_max']:.0f} updates at most", "")
+        grid.add_row("staleness", f"{last['staleness_max']:.0f} updates at most")
     ledger = view["ledger"]
     lost = sum(ledger["dropped"].values())
     counts = f"issued {ledger['issued']} = trained {ledger['trained']} + dropped {lost} + dead {ledger['dead']}"
-    grid.add_row("ledger", f"{counts} + in flight {ledger['in_flight']}", "")
+    grid.add_row("ledger", f"{counts} + in flight {ledger['in_flight']}")
     for newest in {e["suite"]: e for e in sorted(view["evals"], key=lambda e: (e["step"], e["tag"] != "start"))}.values():
         parts = [f"reward {newest['reward']:.3f}"] if newest["reward"] is not None else []
         parts += [f"{name} {value:.3f}" for name, value in newest.items() if name.startswith("pass@")]
-        grid.add_row(newest["suite"], f"{newest['tag']}: {'  '.join(parts)}", "")
+        grid.add_row(newest["suite"], f"{newest['tag']}: {'  '.join(parts)}")
     if view["dead_letters"]:
-        grid.add_row("dead letters", str(view["dead_letters"]), "")
-    grid.add_row("waits for", view["waits_for"] or "-", "")
+        grid.add_row("dead letters", str(view["dead_letters"]))
+    grid.add_row("waits for", view["waits_for"] or "-")
     bar = ProgressBar(total=max(1, view["steps"]), completed=view["step"], width=60)
     return Group(head, bar, grid)
 

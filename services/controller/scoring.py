@@ -142,7 +142,7 @@ def batch_stats(plan: Plan, root: Root, groups: Sequence[Group]) -> dict[str, fl
     out |= {"staleness": float(np.mean(stale)), "staleness_max": float(max(stale))} if stale else {}
     first = min(g.issued_at for g in groups)
     for span in (span for g in groups for head in g.slices or () for span in (*head.spans, *g.scored)):
-        stage = f"seconds/{span.name.partition('.')[0]}"
+        stage = f"seconds/{span.name.partition('.')[0].partition(' ')[0]}"
         out[stage] = max(out.get(stage, 0.0), span.seconds)
     out["seconds/gather"] = max(g.ready_at for g in groups) - first
     return out

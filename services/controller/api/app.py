@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from services.controller.api import examples
 from services.controller.api.about import about_router, catalogue_router
 from services.controller.api.core import Core
 from services.controller.api.events import events_router
@@ -39,4 +40,5 @@ def make_app(settings: Settings, mesh: Callable[[], Mesh] | None = None) -> Fast
     app.add_middleware(Guard, known=known, most_bytes=settings.most_request_bytes)
     for router in (events_router(core), samples_router(core), jobs_router(core), about_router(core), catalogue_router()):
         app.include_router(router, responses=problem.documented())
+    examples.install(app)
     return app

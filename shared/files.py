@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
+
+T = TypeVar("T")
+PAUSE_S = 5.0
+
+
+def no_space(error: BaseException) -> bool:
+    """Whether a disk is full, or a quota is used up; libraries that are no Python say it in words."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "No space left on device" in str(error) or "StorageFull" in str(error)
+
+
+def when_there_is_space(act: Callable[[], T], say: Callable[[str], None], stop: Callable[[], bool] = lambda: False) -> T:
+    """Repeats `act`, which may be repeated, until the disk has room for it; `say` is told once. `stop` lets the error out."""
+    said = False
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            if not no_space(error) or stop():
+                raise
+            if not said:
+                say(f"no space left: {error}; free some, and it goes on by itself")
+            said = True
+            time.sleep(PAUSE_S)
 
 
 def sync(path: Path) -> None:

@@ -31,8 +31,8 @@ Poisonous = Callable[[int], bool]
 class Instant:
     """Fills or scores at once, or after `delay` seconds."""
 
-    def __init__(self, stage: str, delay: float, poison: Poisonous) -> None:
-        self.stage, self.delay, self.poison = stage, delay, poison
+    def __init__(self, stage: str, delay: float, poison: Poisonous, text: str) -> None:
+        self.stage, self.delay, self.poison, self.text = stage, delay, poison, text
 
     def capacity(self) -> int:
         return 256
@@ -70,7 +70,7 @@ class Instant:
         version = np.full(rows, work.envelope.needs["policy"].version, np.int64)
         sample = sample.fill(
             segment,
-            primitives={"text": (Text("abc"),) * rows},
+            primitives={"text": (Text(self.text),) * rows},
             status=("ok",) * rows,
             output_version=version,
         )
@@ -87,14 +87,16 @@ class Simulated:
         delay: float = 0.0,
         poison: Poisonous = lambda row: False,
         trains: bool = True,
+        text: str = "abc",
     ) -> None:
+        """`text`: of every completion; a long one makes bodies that lie on the disk."""
         self.settings, self.job, self.keys = settings, job, JobKeys(job)
         self.stopping = threading.Event()
         document = codec.unpack(self.connect().get(self.keys.doc), dict)
         scorers = [f"reward.{name}" for name in scorers_of(document["recipe"])]
         store = self.store()
         self.consumers = [
-            Consumer(self.connect, self.keys, stage, Instant(stage, delay, poison), store)
+            Consumer(self.connect, self.keys, stage, Instant(stage, delay, poison, text), store)
             for stage in ["rollout.policy", *scorers]
         ]
         self.threads = [threading.Thread(target=c.run, daemon=True) for c in self.consumers]

@@ -108,6 +108,7 @@ class Records:
         connection = sqlite3.connect(self.path, timeout=10, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint = 250")
         connection.executescript(SCHEMA)
         return connection
 

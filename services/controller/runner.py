@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -67,6 +68,8 @@ class Runner:
         )
         self.pins = Pins(settings, job.doc.id, self.token)
         self.tracking = Tracking(connect(), job.doc, settings)
+        self.sweeper = ThreadPoolExecutor(1, thread_name_prefix="sweeper")
+        """Sweeping many files takes time that nobody should wait for."""
         self.stopping = threading.Event()
         self.claim_at = 0.0
         self.extend_at = 0.0
@@ -90,6 +93,7 @@ class Runner:
                 self.scripts.release(self.keys.lease, self.token)
             except redis.RedisError:
                 log.warning("the lease runs out by itself")
+            self.sweeper.shutdown()
 
     def stop(self) -> None:
         self.stopping.set()
@@ -101,6 +105,7 @@ class Runner:
         waiting = list(self.scripts.claim(self.keys.inbox, self.token, 0, 1000))
         while not self.stopping.is_set():
             if state.root.phase in ENDED:
+                self.sweeper.submit(self.backend.remove)
                 return True
             if not waiting:
                 self.writer.prepare(state)
@@ -163,9 +168,18 @@ class Runner:
         self.refused.clear()
         self.pins.follow(after.root)
         done = self.commit(revision, after, [e.id for e in entries], writes)
+        if done is not None and (below := [c.below for c in commands if isinstance(c, Covered)]):
+            self.sweeper.submit(self._sweep, max(below))
         if entries:
             self.writer.acts.append(Span("commit", self.name, now, time.monotonic() - clock))
         return done
+
+    def _sweep(self, below: int) -> None:
+        """Bodies in files: what the commit unlinked in Redis, and what a controller that died in between had left."""
+        try:
+            self.backend.sweep(below)
+        except OSError as error:
+            log.warning("bodies below shelf %d are not swept yet: %s", below, error)
 
     def commit(self, revision: str, after: State, taken: Sequence[str], writes: Sequence[Write]) -> tuple[str, State] | None:
         fresh = new_revision(revision)

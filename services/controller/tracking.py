@@ -6,13 +6,14 @@ checkpoint are not told twice: in every series the step only rises.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from services.controller.trackers.base import Row, Run, Tracker
 from services.controller.views import read_step
 from shared.config.sections import Logging
 from shared.config.settings import Settings
+from shared.files import no_space
 from shared.wire.client import AWAY
 from shared.wire.keys import JobKeys
 from shared.wire.scripts import text
@@ -59,6 +61,10 @@ class Tracking:
         began = self.place.exists()
         self.run = Run(doc.id, doc.recipe["name"], doc.recipe, self.place.parent, settings.state / "tracking", began, series)
         self.open: dict[str, Tracker] = {}
+        self.closed: set[str] = set()
+        """Trackers that are opened when they are needed next."""
+        self.newest: dict[tuple[str, str], int] = {}
+        """(tracker, series) → the last step that it was told of."""
         self.position = Position()
         self.stopping = threading.Event()
 
@@ -78,8 +84,7 @@ class Tracking:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         self.position = _read(self.place)
-        for name, params in self.wanted:
-            self._try(name, partial(self._start, name, params))
+        self.closed = {name for name, _ in self.wanted}
         last = False
         while not last:
             last = self.stopping.wait(POLL_S)
@@ -88,15 +93,23 @@ class Tracking:
                     pass
             except AWAY:
                 continue
-        for name, tracker in self.open.items():
-            self._try(name, tracker.close)
+            except OSError as error:
+                log.warning("trackers are behind: %s", error)
+        for name, tracker in list(self.open.items()):
+            with suppress(OSError):
+                self._try(name, tracker.close)
         self.open.clear()
 
     def _start(self, name: str, params: Mapping[str, Any]) -> None:
         self.open[name] = trackers.load(name, params, self.run)
+        self.closed.discard(name)
 
     def tell(self) -> int:
-        """Tells what is new; returns how many steps that were."""
+        """Tells what is new; returns how many steps that were. OSError when the disk is full: it is told again later."""
+        for name, params in self.wanted:
+            if name in self.closed:
+                self._try(name, partial(self._start, name, params))
+        before = msgspec.structs.replace(self.position, evaluations=list(self.position.evaluations))
         after = "-" if self.position.entry == "0" else f"({self.position.entry}"
         answer = self.client.xrange(self.keys.steps, after, count=AT_ONCE)
         rows = []
@@ -108,10 +121,19 @@ class Tracking:
                 rows.append(Row("train", step["step"], step["at"], _figures(step)))
         rows += self._evaluations()
         if rows:
-            for name, tracker in list(self.open.items()):
-                self._try(name, partial(tracker.log, rows))
-            _write(self.place, self.position)
+            try:
+                for name, tracker in list(self.open.items()):
+                    self._try(name, partial(self._log, name, tracker, rows))
+                _write(self.place, self.position)
+            except OSError:
+                self.position = before
+                raise
         return len(answer)
+
+    def _log(self, name: str, tracker: Tracker, rows: Sequence[Row]) -> None:
+        new = [row for row in rows if row.step > self.newest.get((name, row.series), -1)]
+        tracker.log(new)
+        self.newest |= {(name, row.series): row.step for row in new}
 
     def _evaluations(self) -> list[Row]:
         found = []
@@ -123,11 +145,15 @@ class Tracking:
         return sorted(found, key=lambda row: row.step)
 
     def _try(self, name: str, act: Callable[[], None]) -> None:
-        """A tracker's failure is told once; the tracker is left out from then on."""
+        """A tracker's failure is told once; the tracker is left out from then on. OSError for a full disk: later again."""
         try:
             act()
-        except Exception as error:  # whatever a library raises: no network, no space, a version that does not fit
+        except Exception as error:  # whatever a library raises: no network, a version that does not fit
             self.open.pop(name, None)
+            if no_space(error):
+                self.closed.add(name)
+                raise OSError(errno.ENOSPC, str(error)) from error
+            self.closed.discard(name)
             log.warning("tracker %s is left out: %s: %s", name, type(error).__name__, error)
             note = f"tracker {name} is left out: {type(error).__name__}: {str(error)[:300]}"
             with suppress(*AWAY):

@@ -117,7 +117,9 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
         store = WeightStore(settings.weights(job), track)
         copy_side_files(Path(doc["files"]), store.files)
         keep = Weights.model_validate(recipe["weights"]).keep
-        publisher = Publisher(store, incarnation, keep, plan["need"] == "at_least", link.report, link.announce, link.timed)
+        publisher = Publisher(
+            store, incarnation, keep, plan["need"] == "at_least", link.report, link.announce, link.timed, link.warn
+        )
     return Trainer(
         track=track,
         stack=stack,

@@ -17,7 +17,7 @@ from shared.weights.checkpoints import Position
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY, answered
 from shared.wire.codec import pack, unpack
-from shared.wire.envelope import LogEntry, Message, RolledBack, Saved, Span, Trained
+from shared.wire.envelope import Failure, LogEntry, Message, RolledBack, Saved, Span, Trained
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys, assignment
 from shared.wire.scripts import Scripts, text
@@ -69,6 +69,10 @@ class Link:
         packed = [pack(event) for event in events]
         self._send(packed)
         self.recent.extend(zip(events, packed, strict=True))
+
+    def warn(self, text: str) -> None:
+        """For people; the job goes on."""
+        self.report(Failure(origin="trainer", error=text, fatal=False))
 
     def announce(self, track: str, incarnation: int, version: int) -> None:
         """Tells rollouts that they may read a version ahead. A hint: nobody waits for it."""

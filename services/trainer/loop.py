@@ -20,6 +20,7 @@ from services.trainer.preread import Opened
 from services.trainer.publisher import Publisher
 from services.trainer.stack import StepResult, TrainStack
 from services.trainer.world import World
+from shared.files import when_there_is_space
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
 from shared.wire.codec import pack, unpack
@@ -140,7 +141,7 @@ class Trainer:
         if self.link is None or self.publisher is None:
             return
         with self.link.timed("checkpoint"):
-            self._write(entry, weights, optimizer)
+            when_there_is_space(lambda: self._write(entry, weights, optimizer), self.link.warn)
         self.link.report(Saved(seq=entry.seq))
         checkpoints.prune(self.checkpoints, self.keep_checkpoints)
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import safetensors.torch
 from torch import Tensor
 
+from shared.files import when_there_is_space
 from shared.weights.store import WeightStore
 from shared.wire.envelope import Published
 
@@ -30,6 +31,7 @@ class Publisher:
         report: Callable[[Published], None],
         announce: Callable[[str, int, int], None] = lambda track, incarnation, version: None,
         timed: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
         Args:
@@ -37,9 +39,10 @@ class Publisher:
             report: tells the controller of a complete version.
             announce: tells whoever may want to read it ahead, first.
             timed: notes how long a version took.
+            say: tells people why it takes so long.
         """
         self.store, self.incarnation, self.keep, self.replace = store, incarnation, keep, replace
-        self.report, self.announce, self.timed = report, announce, timed
+        self.report, self.announce, self.timed, self.say = report, announce, timed, say
         self.waiting: list[tuple[int, Snapshot]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
@@ -83,7 +86,7 @@ class Publisher:
     def _write(self, version: int, snapshot: Snapshot) -> None:
         started = time.monotonic()
         with self.timed(f"publish v{version}"):
-            size = self.store.publish(self.incarnation, version, shards(snapshot))
+            size = when_there_is_space(lambda: self.store.publish(self.incarnation, version, shards(snapshot)), self.say)
         self.announce(self.store.track, self.incarnation, version)
         seconds = time.monotonic() - started
         self.report(Published(track=self.store.track, version=version, nbytes=size, seconds=seconds))

@@ -17,12 +17,13 @@ from uuid import uuid4
 
 import redis
 
+from shared.files import when_there_is_space
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY, BLOCK_MS, answered
 from shared.wire.codec import pack
 from shared.wire.envelope import Dead, Failure
 from shared.wire.errors import Fatal, Poison, WireError
-from shared.wire.hops import Handler, Result, Work, commit, read_work
+from shared.wire.hops import Call, Handler, Result, Work, commit, read_work
 from shared.wire.keys import GROUP, JobKeys
 from shared.wire.scripts import Entry, Scripts, Write, ensure_group, no_group, text
 
@@ -177,22 +178,34 @@ class Consumer:
             self.in_hand.pop(future)
 
     def _commit_all(self, good: Sequence[tuple[Work, Result]]) -> None:
-        def call() -> list[Any]:
+        calls = [self._made(work, result) for work, result in good]
+
+        def send() -> list[Any]:
             with self.client.pipeline(transaction=False) as pipe:
-                for work, result in good:
-                    extra = self.notes(work)
-                    commit(self.scripts, self.keys, self.name, self.stage, work, result, self.store, pipe, extra)
+                for call in calls:
+                    call.run(self.scripts, pipe)
                 return list(pipe.execute(raise_on_error=False))
 
-        answers = answered(call)
+        answers = answered(send)
         if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
             self.scripts.load()
-            answers = answered(call)  # what did take effect answers LOST now, which changes nothing
+            answers = answered(send)  # what did take effect answers LOST now, which changes nothing
         for (work, _), answer in zip(good, answers, strict=True):
             if isinstance(answer, redis.RedisError):
                 self._failed(work, answer)
             else:
                 self._count(text(answer))
+
+    def _made(self, work: Work, result: Result) -> Call:
+        """The commit, its body written. While the disk has no room, the results wait in memory, their leases renewed."""
+        extra = self.notes(work)
+        make = lambda: commit(self.keys, self.name, self.stage, work, result, self.store, extra)  # noqa: E731
+        return when_there_is_space(make, self._say)
+
+    def _say(self, warning: str) -> None:
+        log.warning("%s: %s", self.stage, warning, extra={"job": self.keys.job})
+        event = Failure(origin=self.stage, error=warning, fatal=False)
+        answered(lambda: self.client.xadd(self.keys.inbox, {"e": pack(event)}))
 
     def _failed(self, work: Work, error: BaseException) -> None:
         trace = "".join(traceback.format_exception(error))[-4000:]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -107,18 +107,28 @@ def meta_fields(
     return fields
 
 
+class Call(NamedTuple):
+    """A script with its KEYS and ARGV. Its bodies are written: it may be sent as often as need be."""
+
+    script: str
+    keys: Sequence[str]
+    argv: Sequence[Value]
+
+    def run(self, scripts: Scripts, pipe: Any = None) -> Any:
+        """On `pipe` (its answer comes with the pipeline's) or at once. See the scripts for the answers."""
+        return scripts.run(self.script, self.keys, *self.argv, pipe=pipe)
+
+
 def commit(
-    scripts: Scripts,
     keys: JobKeys,
     consumer: str,
     stage: str,
     work: Work,
     result: Result,
     store: BodyStore | None,
-    pipe: Any = None,
     extra: Sequence[Write] = (),
-) -> Any:
-    """Runs the commit on `pipe` (its answer comes with the pipeline's) or at once. See the scripts for the answers."""
+) -> Call:
+    """The commit of a result. Writes a large body now; OSError if it cannot be written."""
     envelope, entry = work.envelope, work.entry
     fixed = [entry.stream, keys.meta, keys.open, keys.counts]
     argv: list[Value] = [GROUP, consumer, entry.id, phase(envelope.kind, envelope.position, stage)]
@@ -126,7 +136,7 @@ def commit(
     if isinstance(result, ScoreHead):
         slot = f"s:{stage.removeprefix('reward.')}:{envelope.slice[0]}"
         names, writes = pack_writes([*fixed, keys.group(envelope.gid), keys.inbox], extra)
-        return scripts.run("gather", names, *argv, slot, pack(result), *writes, pipe=pipe)
+        return Call("gather", names, [*argv, slot, pack(result), *writes])
     assert store is not None
     names, writes = pack_writes(fixed, [*hop_writes(keys, work, result, store), *extra])
-    return scripts.run("commit", names, *argv, *writes, pipe=pipe)
+    return Call("commit", names, [*argv, *writes])

@@ -218,7 +218,7 @@ class Mesh:
             for position, stage in enumerate(self.plan.route[:-1]):
                 work = read_work(self.read(stage), 0.0)
                 assert work.envelope.position == position
-                answer = commit(self.scripts, self.keys, "me", stage, work, filled(result, ()), self.store)
+                answer = commit(self.keys, "me", stage, work, filled(result, ()), self.store).run(self.scripts)
                 assert text(answer) == "OK"
         for scorer in self.plan.scorers:
             for _ in self.plan.slices():
@@ -249,7 +249,7 @@ class Mesh:
         rows = sum(len(s.frontier) for s in samples)
         low = work.envelope.slice[0]
         scores = tuple(float(low + i) if scorer == "a" else 1.0 for i in range(rows))
-        answer = commit(self.scripts, self.keys, "me", f"reward.{scorer}", work, ScoreHead(scores=scores), self.store)
+        answer = commit(self.keys, "me", f"reward.{scorer}", work, ScoreHead(scores=scores), self.store).run(self.scripts)
         assert text(answer) in ("WAIT", "READY")
 
     def read(self, stage: str) -> Entry:

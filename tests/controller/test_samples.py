@@ -108,6 +108,21 @@ def test_a_dead_letter_is_issued_again_or_thrown_away(
     assert refused.status_code == 409 and "cancelled" in refused.json()["detail"]
 
 
+def test_bodies_in_files_are_swept_behind_each_checkpoint(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    job = submit(api, recipe(model_folder, steps=60, train__checkpoint_every=2))
+    folder = Path(settings.bodies.removeprefix("dir:")) / job
+    most = 0
+    with Simulated(settings, job, text="long " * 20_000, delay=0.005):
+        while api.get(f"/v1/jobs/{job}").json()["state"] != "done":
+            most = max(most, sum(1 for _ in folder.glob("*")) if folder.exists() else 0)
+            time.sleep(0.02)
+    assert 1 <= most <= 12, "shelves of a few steps"
+    deadline = time.monotonic() + 10
+    while folder.exists():
+        assert time.monotonic() < deadline, "an ended job leaves no bodies"
+        time.sleep(0.05)
+
+
 def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
     """Several samples a prompt: the simulated scorer finds every second one right."""
     sampling = {"max_new_tokens": 4, "temperature": 1.0}

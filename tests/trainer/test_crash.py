@@ -103,8 +103,8 @@ def live(settings: Settings, job: str, at: int) -> None:
 class Held:
     """A job in the hands of a controller thread; its trainer is the test's."""
 
-    def __init__(self, settings: Settings, model: Path, every: int) -> None:
-        document = recipe(model, steps=STEPS, train__checkpoint_every=every)
+    def __init__(self, settings: Settings, model: Path, every: int, **changes: Any) -> None:
+        document = recipe(model, steps=STEPS, train__checkpoint_every=every, **changes)
         job = prepare(document, settings)
         self.settings, self.name = settings, create(connect(settings.redis_url), job)
         self.runner = Runner(lambda: connect(settings.redis_url), job, settings)

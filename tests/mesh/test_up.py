@@ -60,6 +60,7 @@ def test_a_mesh_by_its_commands(mesh: Mesh, model_folder: Path) -> None:
     assert all(service in workers for service in ("rollout", "reward", "trainer")), workers
     doctor = unimesh(mesh.state, "doctor")
     assert "noeviction" in doctor.stdout and "redis-server" in doctor.stdout and "torch" in doctor.stdout
+    assert "from Redis's" in doctor.stdout and "ok   token: none is asked for" in doctor.stdout
     wrong = unimesh(mesh.state, "launch", "ar/sort", *flags, "rollout.groupsize=2")
     assert wrong.returncode == 2 and "did you mean 'group_size'" in wrong.stderr and "Traceback" not in wrong.stderr
     gone = unimesh(mesh.state, "watch", "nothing")

@@ -28,8 +28,8 @@ class Api:
     def raw(self, path: str, **query: Any) -> bytes:
         return self._send("GET", path, params=query).content
 
-    def post(self, path: str, body: Any = None) -> Any:
-        return self._send("POST", path, json=body).json()
+    def post(self, path: str, body: Any = None, **query: Any) -> Any:
+        return self._send("POST", path, json=body, params=query).json()
 
     def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:

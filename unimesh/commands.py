@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,12 @@ def jobs(state: str | None, name: str | None, limit: int, as_json: bool) -> None
 @click.command()
 @click.argument("job")
 @click.option("--since", default=0, help="Only steps after this one.")
+@click.option("--all", "everything", is_flag=True, help="All columns; a wide terminal helps.")
 @AS_JSON
-def steps(job: str, since: int, as_json: bool) -> None:
+def steps(job: str, since: int, everything: bool, as_json: bool) -> None:
     """Print a job's steps: reward, loss, lengths, stage times."""
-    put(mesh_api().get(f"/v1/jobs/{job}/steps", since=since, limit=10_000), as_json, show.steps_table)
+    found = mesh_api().get(f"/v1/jobs/{job}/steps", since=since, limit=10_000)
+    put(found, as_json, partial(show.steps_table, everything=everything))
 
 
 @click.command()
@@ -179,6 +182,16 @@ def recipes(name: str | None, as_json: bool) -> None:
         print_json(listed()) if as_json else click.echo("\n".join(listed()))
 
 
+@click.command()
+@click.argument("job")
+@click.option("--suite", default="", help="Only this one.")
+@AS_JSON
+def evaluate(job: str, suite: str, as_json: bool) -> None:
+    """Run the evaluation suites now, beside training."""
+    answer = mesh_api().post(f"/v1/jobs/{job}/evaluate", suite=suite)
+    print_json(answer) if as_json else click.echo(f"evaluate: {job}")
+
+
 def _order(name: str, text: str) -> click.Command:
     @click.command(name, help=text)
     @click.argument("job")
@@ -191,13 +204,12 @@ def _order(name: str, text: str) -> click.Command:
 
 
 def add_commands(group: click.Group) -> None:
-    for command in (status, watch, jobs, steps, samples, lineage, trace, dead_letters, workers, recipes):
+    for command in (status, watch, jobs, steps, samples, lineage, trace, dead_letters, evaluate, workers, recipes):
         group.add_command(command)
     for name, text in (
         ("pause", "Stop issuing new groups; what is in flight completes."),
         ("resume", "Go on after a pause."),
         ("cancel", "End a job now."),
         ("checkpoint", "Write a checkpoint now."),
-        ("evaluate", "Run the evaluation suite now, beside training."),
     ):
         group.add_command(_order(name, text))

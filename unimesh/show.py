@@ -17,6 +17,9 @@ from shared.wire.envelope import ENDED
 from unimesh.client import Api
 
 BARS = "▁▂▃▄▅▆▇█"
+STEP_FIGURES = ("reward", "reward_std", "loss", "grad_norm", "length")
+MORE_FIGURES = ("truncated", "failed", "groups_equal", "staleness", "lr", "updates")
+STEP_TIMES = ("seconds/rollout", "seconds/reward", "seconds/train", "seconds/waited")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -153,14 +156,14 @@ def streams_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def steps_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The columns that any step has, in a fixed order."""
-    wanted = ("reward", "reward_std", "loss", "grad_norm", "length", "truncated", "groups_equal", "staleness", "lr")
-    names = [n for n in wanted if any(n in row for row in rows)]
-    stages = sorted({n for row in rows for n in row if n.startswith("seconds/")})
-    table = Table("step", *names, *(f"{n.removeprefix('seconds/')} s" for n in stages))
+def steps_table(rows: Sequence[dict[str, Any]], everything: bool = False) -> Table:
+    """The columns that any step has, in a fixed order; as many as a narrow terminal holds, or all."""
+    figures = [*STEP_FIGURES, *MORE_FIGURES] if everything else STEP_FIGURES
+    times = sorted({n for row in rows for n in row if n.startswith("seconds/")}) if everything else STEP_TIMES
+    names = [n for n in (*figures, *times) if any(n in row for row in rows)]
+    table = Table("step", *(f"{n.removeprefix('seconds/')} s" if "/" in n else n.replace("_", " ") for n in names))
     for row in rows:
-        table.add_row(str(row["step"]), *(_figure(row.get(n)) for n in names), *(_figure(row.get(n)) for n in stages))
+        table.add_row(str(row["step"]), *(_figure(row.get(n), 3) for n in names))
     return table
 
 
@@ -197,10 +200,10 @@ def lineage_tree(groups: Sequence[dict[str, Any]]) -> Tree:
     return tree
 
 
-def _figure(value: Any) -> str:
+def _figure(value: Any, digits: int = 4) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def plan_table(answer: dict[str, Any]) -> Table:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -161,9 +162,10 @@ def steps_table(rows: Sequence[dict[str, Any]], everything: bool = False) -> Tab
     figures = [*STEP_FIGURES, *MORE_FIGURES] if everything else STEP_FIGURES
     times = sorted({n for row in rows for n in row if n.startswith("seconds/")}) if everything else STEP_TIMES
     names = [n for n in (*figures, *times) if any(n in row for row in rows)]
-    table = Table("step", *(f"{n.removeprefix('seconds/')} s" if "/" in n else n.replace("_", " ") for n in names))
+    heads = [f"{n.removeprefix('seconds/')} s" if "/" in n else n.replace("_", " ") for n in names]
+    table = Table("step", *heads, box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
     for row in rows:
-        table.add_row(str(row["step"]), *(_figure(row.get(n), 3) for n in names))
+        table.add_row(str(row["step"]), *(_figure(row.get(n), 2) for n in names))
     return table
 
 

@@ -37,6 +37,7 @@ from shared.wire import codec
 from shared.wire.bodies import REDIS_LIMIT, BodyStore
 from shared.wire.codec import pack
 from shared.wire.envelope import Envelope, GroupNote, LogEntry, PartHead, SliceHead, Span, TrainSlice, envelope_fields
+from shared.wire.errors import BodyLost, WireError
 from shared.wire.keys import GROUP
 from shared.wire.scripts import Write, hset, send, xadd
 
@@ -297,10 +298,12 @@ class Writer:
         run = command.run
         good = run.size - run.failed
         variance = run.squares / run.samples - (run.sum / run.samples) ** 2 if run.samples else 0.0
-        bodies = self.store.load_many([ref for _, ref, _ in sorted(run.previews)])
         previews = []
-        for (index, _, reward), body in zip(sorted(run.previews), bodies, strict=True):
-            [sample] = codec.decode(body, list[Sample])
+        for index, ref, reward in sorted(run.previews):
+            try:
+                [sample] = codec.decode(self.store.load(ref), list[Sample])
+            except (BodyLost, WireError):
+                continue  # it is for people only
             previews.append(
                 {
                     "index": index,

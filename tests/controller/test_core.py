@@ -16,6 +16,7 @@ from services.controller.lifecycles.state import (
     Append,
     BadRecord,
     Branch,
+    Covered,
     Evaluated,
     Event,
     Issue,
@@ -310,6 +311,25 @@ def test_what_is_evaluated_between_two_syncs_is_published() -> None:
         batch = int(group.tag.removeprefix("step-"))
         place = [i for i, kind in enumerate(kinds) if kind == "train"][batch - 1]
         assert kinds[place + 1] == "publish"
+
+
+def test_bodies_of_an_evaluation_under_way_are_not_swept() -> None:
+    """Its first prompts are scored, and their groups closed; a checkpoint comes before the last ones."""
+    suite = SuitePlan(at=("start",), size=2, scorers=("exact",))
+    world = started(steps=12, checkpoint_every=1, suites={"s": suite})
+    first, last = [g for g in world.flights.values() if g.kind == "eval"]
+    world.send(world.completed(first))
+    for _ in range(3):
+        world.send(*(world.completed(g) for g in list(world.flights.values()) if g.kind == "train"))
+        while world.log:
+            world.send(*world.trainer())
+    swept = [c.below for c in world.commands if isinstance(c, Covered)]
+    assert swept == [0, 0, 0] and world.state.root.evals
+    world.send(world.completed(last))
+    world.send(*(world.completed(g) for g in list(world.flights.values()) if g.kind == "train"))
+    while world.log:
+        world.send(*world.trainer())
+    assert [c.below for c in world.commands if isinstance(c, Covered)][-1] == 4
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])

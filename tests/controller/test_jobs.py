@@ -55,6 +55,8 @@ def test_a_good_recipe_passes(settings: Settings, model_folder: Path) -> None:
         ({"domain": "arr"}, ["domain", "'arr'", "did you mean 'ar'"]),
         ({"rollout__groupsize": 4}, ["rollout.groupsize", "unknown key", "did you mean 'group_size'"]),
         ({"train__optimizer__learning_rate": 1}, ["train.optimizer.learning_rate", "legal: betas"]),
+        ({"train__optimizer__betas": [0.9, "much"]}, ["train.optimizer.betas.1", "'much'", "number"]),
+        ({"eval": {"x": SUITE | {"sampling": {"max_new_tokens": "few"}}}}, ["eval.x.sampling.max_new_tokens", "'few'"]),
         ({"steps": 0}, ["steps", "greater than or equal to 1", "0"]),
         ({"rollout__sampling__max_new_tokens": 500}, ["rollout.sampling.max_new_tokens", "500", "less than", "128"]),
         ({"rollout__sampling__temperature": 0}, ["rollout.sampling.temperature", "greedy"]),

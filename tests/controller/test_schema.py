@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import pytest
 import schemathesis
+from fastapi import FastAPI
 from hypothesis import HealthCheck, given
 from schemathesis.checks import load_all_checks
 from schemathesis.core.failures import FailureGroup
 
 from services.controller.api.app import make_app
 from services.controller.jobs import create, prepare
+from services.reward import score_api
 from shared.config.settings import Settings
 from shared.wire.client import connect
 from tests.conftest import recipe
@@ -25,22 +26,13 @@ CHECKS = [
 ]
 
 
-@pytest.fixture
-def schema(settings: Settings, model_folder: Path) -> Any:
-    """Of an API with one job."""
-    app = make_app(settings)
-    document = recipe(model_folder, name="asked", eval={"easy": {"source": {"name": "sorting"}, "size": 2}})
-    job = create(connect(settings.redis_url), prepare(document, settings))
-    found = schemathesis.openapi.from_asgi("/openapi.json", app)
-    found.config.phases.update(phases=["examples", "coverage", "fuzzing"])
-    return found, job
-
-
-def test_no_answer_is_undocumented(schema: Any) -> None:
-    found, job = schema
+def ask_everything(app: FastAPI, job: str) -> list[str]:
+    """Every operation in many ways, every second time about the job that there is; returns what was asked."""
     asked: list[str] = []
-    for result in found.get_all_operations():
-        operation = result.ok()
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    schema.config.phases.update(phases=["examples", "coverage", "fuzzing"])
+    for result in schema.get_all_operations():
+        operation = result.ok()  # type: ignore[union-attr]
         if operation.path.endswith("/events"):
             continue  # a stream that does not end: tests of its own
 
@@ -58,4 +50,16 @@ def test_no_answer_is_undocumented(schema: Any) -> None:
             ask()
         except FailureGroup as failures:
             raise AssertionError(f"{operation.label}: {[str(f) for f in failures.exceptions]}") from failures
+    return asked
+
+
+def test_no_answer_of_the_controller_is_undocumented(settings: Settings, model_folder: Path) -> None:
+    document = recipe(model_folder, name="asked", eval={"easy": {"source": {"name": "sorting"}, "size": 2}})
+    job = create(connect(settings.redis_url), prepare(document, settings))
+    asked = ask_everything(make_app(settings), job)
     assert len(asked) > 100 and len(set(asked)) > 15
+
+
+def test_no_answer_of_the_scorers_is_undocumented(settings: Settings) -> None:
+    asked = ask_everything(score_api.make_app(settings), "")
+    assert len(asked) > 20 and set(asked) == {"POST /score", "GET /healthz"}

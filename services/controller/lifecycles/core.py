@@ -197,7 +197,7 @@ class Transition:
         record = next((r for r in self.root.records if r.seq == seq and r.kind == "checkpoint"), None)
         if record is None:
             return
-        below = min([record.shelf, *(g.shelf for g in self.groups.values())])
+        below = min([record.shelf, *(g.shelf for g in self.groups.values()), *(run.shelf for run in self.root.evals)])
         self.commands.append(Covered(seq, self.root.swept, below))
         self.set(
             records=tuple(r for r in self.root.records if r is not record),

@@ -52,7 +52,7 @@ def begin(step: Transition, name: str, tag: str, at: Mapping[str, int] | None = 
     known = step.root.current if at is None else at
     versions = {track: known.get(track, 0) for track in step.plan.tracks}
     needs = {track: Need("exactly", version) for track, version in versions.items()}
-    run = EvalRun(suite=name, tag=tag, step=step.root.batches, versions=versions, size=suite.size)
+    run = EvalRun(suite=name, tag=tag, step=step.root.batches, versions=versions, size=suite.size, shelf=step.root.formed)
     if run.key in step.root.evaluated or any(known.key == run.key for known in step.root.evals):
         return
     step.set(evals=(*step.root.evals, run))

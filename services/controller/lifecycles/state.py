@@ -143,6 +143,8 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     versions: dict[str, int]
     size: int
+    shelf: int = 0
+    """Where its bodies begin: the previews' are read when it is done."""
     done: int = 0
     failed: int = 0
     total: float = 0.0

@@ -89,11 +89,17 @@ def rotate(folder: Path, most_bytes: int = MOST_BYTES, kept: int = KEPT) -> list
     for path in sorted(folder.glob("*.log")):
         if path.stat().st_size <= most_bytes:
             continue
+        copy = path.with_name(f"{path.name}.new")
+        try:
+            shutil.copyfile(path, copy)
+        except OSError:
+            copy.unlink(missing_ok=True)
+            raise
         for number in range(kept - 1, 0, -1):
             older = path.with_name(f"{path.name}.{number}")
             if older.exists():
                 older.replace(path.with_name(f"{path.name}.{number + 1}"))
-        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        copy.replace(path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)
         rotated.append(path)
     return rotated

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from shared.logs import rotate
 
@@ -35,6 +38,20 @@ def test_lines_have_one_format_and_hold_no_secrets() -> None:
     assert "step=7" in second and "ValueError: line one\\nline two" in second
     assert not any(secret in third for secret in ("hunter2", "abcdefghijkl", "KEYKEYKEY123")), third
     assert third.count("***") == 3 and "redis://:***@host:6379" in third
+
+
+def test_a_full_disk_does_not_hurt_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.log").write_text("x" * 100)
+    (tmp_path / "a.log.1").write_text("older")
+
+    def full(_: Path, copy: Path) -> None:
+        copy.write_text("part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space"):
+        rotate(tmp_path, most_bytes=50)
+    assert {p.name: len(p.read_text()) for p in tmp_path.iterdir()} == {"a.log": 100, "a.log.1": 5}
 
 
 def test_rotation_keeps_what_writers_write_on(tmp_path: Path) -> None:

@@ -68,8 +68,10 @@ def up(state: Path | None, roots: tuple[Path, ...], **shape: int) -> None:
         mesh.stop()
         raise Failed(str(error)) from error
     click.echo("the mesh is up; Ctrl-C drains it")
-    mesh.run()
-    mesh.stop()
+    try:
+        mesh.run()
+    finally:
+        mesh.stop()
 
 
 @cli.command()

@@ -172,7 +172,10 @@ class EmbeddedMesh:
         for part in self.parts:
             if not self.stopping.is_set():
                 part.tend(self.say)
-        rotate(self.logs)
+        try:
+            rotate(self.logs)
+        except OSError as error:  # a full disk: the logs wait
+            self.say(f"logs are not rotated: {error}")
 
     def stop(self) -> None:
         """Everything drains, then ends: agents first, then the controller, Redis last."""

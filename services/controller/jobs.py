@@ -193,11 +193,14 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
     if idempotency_key is not None and not client.set(idempotency(idempotency_key), doc.id, nx=True, ex=86400):
         client.delete(keys.doc, keys.meta)
         first = client.get(idempotency(idempotency_key)).decode()
+        if client.hexists(JOBS, first):
+            return str(first)
         doc = load_doc(client, first) or doc
     try:
         _enter(client, doc)
     except BadInput:
-        client.delete(keys.doc, keys.meta, *([] if idempotency_key is None else [idempotency(idempotency_key)]))
+        names = JobKeys(doc.id)
+        client.delete(names.doc, names.meta, *([] if idempotency_key is None else [idempotency(idempotency_key)]))
         raise
     return doc.id
 

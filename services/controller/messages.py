@@ -223,6 +223,7 @@ class Writer:
             slices=tuple(slices),
             step=after.root.batches + 1 if command.kind == "train" else 0,
             groups=tuple(map(_note, command.groups)) if self.plan.route else (),
+            pinned=command.pinned,
             state=pack(cut(after)) if command.kind == "checkpoint" else b"",
         )
         return [*out, xadd(self.keys.log, {"e": pack(entry)}, f"{command.seq}-0")]

@@ -53,6 +53,7 @@ def from_cut(saved: Cut, incarnation: int) -> Root:
         published={},
         unsynced=(),
         trained_seq=0,
+        log_bytes=0,
         trainer_up=False,
         last_id="",
     )

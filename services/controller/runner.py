@@ -24,7 +24,9 @@ from services.controller.pins import Pins
 from services.controller.records import Recorder, Records
 from services.controller.restore import restored
 from services.controller.tracking import Tracking
+from shared import files
 from shared.config.settings import Settings
+from shared.files import no_space
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.client import AWAY, answered
 from shared.wire.codec import unpack
@@ -74,6 +76,8 @@ class Runner:
         self.claim_at = 0.0
         self.extend_at = 0.0
         self.refused: list[str] = []
+        self.full = ""
+        """What was said last of a full disk."""
 
     def run(self) -> None:
         """Until the job has ended or stop(). Takes the lease whenever it is free."""
@@ -111,7 +115,14 @@ class Runner:
                 self.writer.prepare(state)
                 waiting = self._read(missing(self.job.doc.plan, state))
             entries, waiting = waiting[:BATCH], waiting[BATCH:]
-            done = self._step(revision, state, entries)
+            try:
+                done = self._step(revision, state, entries)
+            except OSError as error:
+                if not no_space(error):
+                    raise
+                self._wait_for_space(error)
+                entries, waiting = [], [*entries, *waiting]
+                continue
             if done is None:
                 return False
             revision, state = done
@@ -173,6 +184,15 @@ class Runner:
         if entries:
             self.writer.acts.append(Span("commit", self.name, now, time.monotonic() - clock))
         return done
+
+    def _wait_for_space(self, error: OSError) -> None:
+        """Nothing of the step was committed: it is made again, its events are still in hand."""
+        text = f"controller: no space left: {error}; free some, and it goes on by itself"
+        if self.full != text:
+            self.client.xadd(self.keys.events, {"at": f"{time.time():.3f}", "level": "warning", "text": text})
+        self.full = text
+        self.stopping.wait(files.PAUSE_S)
+        self._extended()
 
     def _sweep(self, below: int) -> None:
         """Bodies in files: what the commit unlinked in Redis, and what a controller that died in between had left."""

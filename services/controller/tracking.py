@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import redis
 import structlog
 
 from services.controller import trackers
@@ -63,8 +64,8 @@ class Tracking:
         self.open: dict[str, Tracker] = {}
         self.closed: set[str] = set()
         """Trackers that are opened when they are needed next."""
-        self.newest: dict[tuple[str, str], int] = {}
-        """(tracker, series) → the last step that it was told of."""
+        self.told: set[tuple[str, str, int, str]] = set()
+        """(tracker, series, step, tag) of what it was told since the disk was full."""
         self.position = Position()
         self.stopping = threading.Event()
 
@@ -93,7 +94,7 @@ class Tracking:
                     pass
             except AWAY:
                 continue
-            except OSError as error:
+            except (OSError, redis.RedisError) as error:
                 log.warning("trackers are behind: %s", error)
         for name, tracker in list(self.open.items()):
             with suppress(OSError):
@@ -110,6 +111,15 @@ class Tracking:
             if name in self.closed:
                 self._try(name, partial(self._start, name, params))
         before = msgspec.structs.replace(self.position, evaluations=list(self.position.evaluations))
+        try:
+            found = self._tell()
+        except BaseException:
+            self.position = before
+            raise
+        self.told.clear()
+        return found
+
+    def _tell(self) -> int:
         after = "-" if self.position.entry == "0" else f"({self.position.entry}"
         answer = self.client.xrange(self.keys.steps, after, count=AT_ONCE)
         rows = []
@@ -121,19 +131,15 @@ class Tracking:
                 rows.append(Row("train", step["step"], step["at"], _figures(step)))
         rows += self._evaluations()
         if rows:
-            try:
-                for name, tracker in list(self.open.items()):
-                    self._try(name, partial(self._log, name, tracker, rows))
-                _write(self.place, self.position)
-            except OSError:
-                self.position = before
-                raise
+            for name, tracker in list(self.open.items()):
+                self._try(name, partial(self._log, name, tracker, rows))
+            _write(self.place, self.position)
         return len(answer)
 
     def _log(self, name: str, tracker: Tracker, rows: Sequence[Row]) -> None:
-        new = [row for row in rows if row.step > self.newest.get((name, row.series), -1)]
-        tracker.log(new)
-        self.newest |= {(name, row.series): row.step for row in new}
+        """What it was told before the disk was full is not told again."""
+        tracker.log([row for row in rows if (name, *row.key) not in self.told])
+        self.told |= {(name, *row.key) for row in rows}
 
     def _evaluations(self) -> list[Row]:
         found = []
@@ -141,7 +147,7 @@ class Tracking:
             result = msgspec.msgpack.decode(packed)
             if text(key) not in self.position.evaluations:
                 self.position.evaluations.append(text(key))
-                found.append(Row(f"eval/{result['suite']}", result["step"], result["at"], _figures(result)))
+                found.append(Row(f"eval/{result['suite']}", result["step"], result["at"], _figures(result), result["tag"]))
         return sorted(found, key=lambda row: row.step)
 
     def _try(self, name: str, act: Callable[[], None]) -> None:
@@ -156,7 +162,7 @@ class Tracking:
             self.closed.discard(name)
             log.warning("tracker %s is left out: %s: %s", name, type(error).__name__, error)
             note = f"tracker {name} is left out: {type(error).__name__}: {str(error)[:300]}"
-            with suppress(*AWAY):
+            with suppress(redis.RedisError):
                 self.client.xadd(self.keys.events, {"at": f"{time.time():.3f}", "level": "warning", "text": note})
 
 

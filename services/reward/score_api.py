@@ -8,8 +8,9 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from pydantic import Field
 from services.reward.handler import asker
 from services.reward.verdict import failed
 from shared.config import specs, tokens
+from shared.config.problems import bad
 from shared.config.sections import Reward, Scorer
 from shared.config.settings import Settings
 from shared.http import problem
@@ -53,7 +55,7 @@ class Row(pydantic.BaseModel):
 
 
 class Request(pydantic.BaseModel):
-    """A recipe's reward section, and the rows to score."""
+    """A recipe's reward section (at most 32 scorers), and the rows to score."""
 
     model_config = pydantic.ConfigDict(extra="forbid", json_schema_extra={"examples": [EXAMPLE]})
 
@@ -83,6 +85,7 @@ class Loaded:
     def __init__(self, section: Scorer) -> None:
         self.ask, self.close_scorer = asker(section)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix=f"score {section.name}")
+        self.users = 0
 
     def submit(self, rows: list[RewardRequest]) -> Future[RewardResponse]:
         return self.pool.submit(self.ask, rows)
@@ -96,16 +99,31 @@ class Scorers:
     """Loads scorers as they are asked for, and forgets those that were not asked for longest."""
 
     def __init__(self, kept: int = KEPT) -> None:
+        """`kept`: how many stay loaded while nobody asks for them."""
         self.kept, self.lock = kept, threading.Lock()
         self.loaded: OrderedDict[str, Loaded] = OrderedDict()
 
-    def get(self, section: Scorer) -> Loaded:
-        key = json.dumps([section.name, section.params, section.timeout_s], sort_keys=True)
+    @contextmanager
+    def using(self, sections: Mapping[str, Scorer]) -> Iterator[dict[str, Loaded]]:
+        """The scorers by name; none is forgotten meanwhile. BadInput, LookupError or ImportError if one cannot be made."""
         with self.lock:
-            found = self.loaded.pop(key, None) or Loaded(section)
-            self.loaded[key] = found
-            while len(self.loaded) > self.kept:
-                self.loaded.popitem(last=False)[1].close()
+            held = {name: self._get(section) for name, section in sections.items()}
+            for scorer in held.values():
+                scorer.users += 1
+        try:
+            yield held
+        finally:
+            with self.lock:
+                for scorer in held.values():
+                    scorer.users -= 1
+                idle = [key for key, scorer in self.loaded.items() if not scorer.users]
+                for key in idle[: max(0, len(self.loaded) - self.kept)]:
+                    self.loaded.pop(key).close()
+
+    def _get(self, section: Scorer) -> Loaded:
+        key = json.dumps([section.name, section.params, section.timeout_s], sort_keys=True)
+        found = self.loaded.pop(key, None) or Loaded(section)
+        self.loaded[key] = found
         return found
 
     def close(self) -> None:
@@ -122,10 +140,15 @@ def score(scorers: Scorers, request: Request, settings: Settings) -> Answer:
     for name, section in request.reward.scorers.items():
         specs.check("scorer", section.name, section.params, f"reward.scorers.{name}")
         settings.check_urls(section.params, f"reward.scorers.{name}.params")
-    loaded = {name: scorers.get(section) for name, section in request.reward.scorers.items()}
+    if len(request.reward.scorers) > KEPT:
+        raise bad("reward.scorers", len(request.reward.scorers), "too many at once", f"at most {KEPT}")
     rows = [RewardRequest(sample_id=row.id, **row.model_dump(exclude={"id"})) for row in request.rows]
-    running = {name: scorer.submit(rows) for name, scorer in loaded.items()}
-    said = {name: _answer(future, len(rows), until, request.deadline_s) for name, future in running.items()}
+    try:
+        with scorers.using(request.reward.scorers) as loaded:
+            running = {name: scorer.submit(rows) for name, scorer in loaded.items()}
+            said = {name: _answer(future, len(rows), until, request.deadline_s) for name, future in running.items()}
+    except (ImportError, LookupError) as error:
+        raise bad("reward.scorers", None, f"a scorer cannot be made here: {error}") from error
     components = {name: np.asarray(response.scores, np.float32) for name, response in said.items()}
     weights = {name: section.weight for name, section in request.reward.scorers.items()}
     how = Blend(method=request.reward.aggregation, weights=weights, normalize=request.reward.normalize_weights)
@@ -140,6 +163,8 @@ def _answer(future: Future[RewardResponse], rows: int, until: float, deadline_s:
     except TimeoutError:
         future.cancel()
         return failed(rows, f"not scored within the deadline of {deadline_s:g} s")
+    except Exception as error:  # a scorer is foreign code
+        return failed(rows, f"{type(error).__name__}: {error}")
 
 
 def _row(index: int, name: str, reward: float, said: Mapping[str, RewardResponse]) -> Scored:
@@ -156,8 +181,14 @@ def _finite(value: float) -> float | None:
 
 
 def make_app(settings: Settings) -> FastAPI:
-    app = FastAPI(title="UniMesh scorers", version="1")
     scorers = Scorers()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        scorers.close()
+
+    app = FastAPI(title="UniMesh scorers", version="1", lifespan=lifespan)
     problem.install(app)
     known = None if settings.tokens is None else tokens.read(settings.tokens)
     app.add_middleware(Guard, known=known, most_bytes=settings.most_request_bytes)

@@ -141,9 +141,10 @@ class Link:
         finally:
             self.preread.idle.clear()
 
-    def publish_follows(self) -> bool:
-        """Whether the record after the one just returned is known, and is a publish."""
-        return bool(self.ahead) and unpack(self.ahead[0][1][b"e"], LogEntry).kind == "publish"
+    def publish_follows(self) -> LogEntry | None:
+        """The record after the one just returned, if it is known and a publish."""
+        following = unpack(self.ahead[0][1][b"e"], LogEntry) if self.ahead else None
+        return following if following is not None and following.kind == "publish" else None
 
     def _lost(self) -> RolledBack | None:
         """On an idle poll: the record applied last must still be there, or lie below the trimmed part."""

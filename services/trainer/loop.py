@@ -36,8 +36,8 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """nop, record, or quit (stop without an answer)."""
     entry: LogEntry | None = None
-    publishes: bool = False
-    """A publish record follows this one, so the snapshot can be taken before anything else is done."""
+    publish: LogEntry | None = None
+    """The publish record that follows this one: its snapshot can be taken before anything else is done."""
     bodies: tuple[bytes, ...] = ()
     """Small bodies of the record, which only rank 0 can read; empty with one rank."""
 
@@ -69,7 +69,7 @@ class Trainer:
                 return
             if word.entry is not None:
                 self.opened = [Opened(body) for body in word.bodies] or self.opened
-                if not self._apply(word.entry, word.publishes):
+                if not self._apply(word.entry, word.publish):
                     return
 
     def _next(self) -> Word:
@@ -90,28 +90,28 @@ class Trainer:
             self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
             return Word(kind="quit")
         bodies = tuple(bytes(o.body) for o in self.opened) if self.world.size > 1 else ()
-        return Word(kind="record", entry=entry, publishes=self.link.publish_follows(), bodies=bodies)
+        return Word(kind="record", entry=entry, publish=self.link.publish_follows(), bodies=bodies)
 
-    def _apply(self, entry: LogEntry, publishes: bool) -> bool:
+    def _apply(self, entry: LogEntry, publish: LogEntry | None) -> bool:
         """One record; False after `stop`."""
         match entry.kind:
             case "train":
-                self._train(entry, publishes)
+                self._train(entry, publish)
             case "publish":
-                self.publish()
+                self.publish(entry.pinned)
             case "checkpoint":
                 self._save(entry)
         if self.link is not None:
             self.link.applied(entry)
         return entry.kind != "stop"
 
-    def _train(self, entry: LogEntry, publishes: bool) -> None:
+    def _train(self, entry: LogEntry, publish: LogEntry | None) -> None:
         structlog.contextvars.bind_contextvars(step=entry.step)
         opened = self.opened or []
         with self.link.timed("train") if self.link is not None else nullcontext():
             result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i].decoded()))
-        if publishes:
-            self.publish()
+        if publish is not None:
+            self.publish(publish.pinned)
         if self.link is not None:
             self.link.report(self._trained(entry, result, self.link.told()))
 
@@ -126,7 +126,7 @@ class Trainer:
             spans=spans,
         )
 
-    def publish(self) -> None:
+    def publish(self, pinned: bool = False) -> None:
         """A snapshot now, the writing in the publisher's thread; once for each version."""
         version = self.stack.progress.version
         if version == self.handed:
@@ -134,7 +134,7 @@ class Trainer:
         self.handed = version
         weights = self.backend.weights()
         if self.publisher is not None:
-            self.publisher.publish(version, weights)
+            self.publisher.publish(version, weights, pinned)
 
     def _save(self, entry: LogEntry) -> None:
         weights, optimizer = self.backend.weights(), self.backend.optimizer_state(self.stack.optimizer)

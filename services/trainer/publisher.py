@@ -43,18 +43,19 @@ class Publisher:
         """
         self.store, self.incarnation, self.keep, self.replace = store, incarnation, keep, replace
         self.report, self.announce, self.timed, self.say = report, announce, timed, say
-        self.waiting: list[tuple[int, Snapshot]] = []
+        self.waiting: list[tuple[int, Snapshot, bool]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
         self.busy = False
         self.thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self.thread.start()
 
-    def publish(self, version: int, snapshot: Snapshot) -> None:
+    def publish(self, version: int, snapshot: Snapshot, pinned: bool = False) -> None:
+        """`pinned`: exactly this version will be asked for."""
         with self.change:
             if self.replace:
-                self.waiting.clear()
-            self.waiting.append((version, snapshot))
+                self.waiting = [held for held in self.waiting if held[2]]
+            self.waiting.append((version, snapshot, pinned))
             self.change.notify_all()
 
     def flush(self) -> None:
@@ -71,7 +72,7 @@ class Publisher:
         while True:
             with self.change:
                 self.change.wait_for(lambda: bool(self.waiting))
-                version, snapshot = self.waiting.pop(0)
+                version, snapshot, _ = self.waiting.pop(0)
                 self.busy = True
             try:
                 self._write(version, snapshot)

@@ -7,8 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from shared.config.problems import bad
+
+ADDRESSES = ("url", "base_url")
+"""Parameters of scorers that hold an address."""
+
+
+def _below(url: str, legal: str) -> bool:
+    """Whether an address has the scheme, host and port of another, and a path at or below its."""
+    asked, known = urlsplit(url), urlsplit(legal)
+    if (asked.scheme, asked.netloc.lower()) != (known.scheme, known.netloc.lower()):
+        return False  # user names in an address make it another one
+    path = known.path.rstrip("/")
+    return ".." not in asked.path.split("/") and (asked.path.rstrip("/") == path or asked.path.startswith(f"{path}/"))
 
 
 @dataclass(frozen=True)
@@ -49,10 +62,11 @@ class Settings:
         return self.state / "jobs" / job / "tracking"
 
     def check_urls(self, params: Mapping[str, Any], at: str) -> None:
-        """BadInput for a component whose parameter `url` leads where scorers may not ask."""
-        url = params.get("url")
-        if isinstance(url, str) and self.scorer_urls and not url.startswith(self.scorer_urls):
-            raise bad(f"{at}.url", url, "scorers may not ask there", f"what begins with {', '.join(self.scorer_urls)}")
+        """BadInput for a component whose address leads where scorers may not ask."""
+        for name in ADDRESSES:
+            url = params.get(name)
+            if isinstance(url, str) and self.scorer_urls and not any(_below(url, legal) for legal in self.scorer_urls):
+                raise bad(f"{at}.{name}", url, "scorers may not ask there", f"what lies below {', '.join(self.scorer_urls)}")
 
     def allowed(self, path: str, field: str) -> Path:
         """The path, resolved; BadInput unless it exists below a configured root."""

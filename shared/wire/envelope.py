@@ -135,6 +135,8 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """train: the batch's number from 1 on."""
     groups: tuple[GroupNote, ...] = ()
     """train: the slices' groups, in order."""
+    pinned: bool = False
+    """publish: exactly this version will be asked for; a newer one does not replace it."""
     state: bytes = b""
     """checkpoint: the controller's state at this position."""
 

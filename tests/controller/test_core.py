@@ -16,6 +16,7 @@ from services.controller.lifecycles.state import (
     Append,
     BadRecord,
     Branch,
+    Close,
     Covered,
     Evaluated,
     Event,
@@ -311,6 +312,46 @@ def test_what_is_evaluated_between_two_syncs_is_published() -> None:
         batch = int(group.tag.removeprefix("step-"))
         place = [i for i, kind in enumerate(kinds) if kind == "train"][batch - 1]
         assert kinds[place + 1] == "publish"
+
+
+def test_bodies_of_a_batch_behind_a_checkpoint_are_not_swept() -> None:
+    """Its groups were issued early, and it formed before the checkpoint was complete: a trainer may have to redo it."""
+    world = started(steps=6, checkpoint_every=1, max_staleness=1, max_inflight=6, need="at_least")
+    flights = list(world.flights.values())
+    world.send(*(world.completed(g) for g in flights))  # six groups of shelf 0: two batches
+    train, publish, checkpoint = (world.log.pop(0) for _ in range(3))
+    for record in (train, publish):
+        world.log.insert(0, record)
+        world.send(*world.trainer())
+    assert [a.kind for a in world.log][:1] == ["train"], "the second batch stands in the log"
+    world.send(Saved(seq=checkpoint.seq))
+    [covered] = [c for c in world.commands if isinstance(c, Covered)]
+    assert {g.shelf for g in world.log[0].groups} == {0} and covered.below == 0
+
+
+def test_an_evaluation_of_a_version_that_did_not_come_is_begun_again() -> None:
+    suite = SuitePlan(every=1, size=2, scorers=("exact",))
+    world = started(suites={"s": suite})
+    world.send(*(world.completed(g) for g in list(world.flights.values())))
+    record = world.log[0]
+    world.send(*world.trainer())
+    first = {g.gid: g for g in world.flights.values() if g.kind == "eval"}
+    assert {g.needs["policy"].version for g in first.values()} == {1}
+    world.send(Trained(seq=record.seq, id=record.id, versions={"policy": 0}, updates={"policy": 0}, reason="not finite"))
+    again = {g.gid: g for g in world.flights.values() if g.kind == "eval"}
+    assert {g.needs["policy"].version for g in again.values()} == {0} and len(again) == 2 and not first.keys() & again.keys()
+    closed = [gid for c in world.commands if isinstance(c, Close) for gid in c.gids]
+    assert first.keys() <= set(closed)
+    world.send(*(world.completed(g) for g in again.values()))
+    assert world.state.root.evaluated == ("s:step-1",)
+
+
+def test_the_publish_of_an_evaluated_version_is_pinned() -> None:
+    suite = SuitePlan(every=2, size=1, scorers=("exact",))
+    world = World(plan(steps=4, max_staleness=2, max_inflight=9, suites={"s": suite}, need="at_least"), 1)
+    world.go()
+    publishes = [c.pinned for c in world.commands if isinstance(c, Append) and c.kind == "publish"]
+    assert publishes == [False, True, False, True]
 
 
 def test_bodies_of_an_evaluation_under_way_are_not_swept() -> None:

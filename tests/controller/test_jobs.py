@@ -184,6 +184,14 @@ def test_two_jobs_that_run_do_not_share_a_name(settings: Settings, model_folder:
     assert {raw.decode() for raw in client.hkeys(JOBS)} == {first, again, *unnamed}
 
 
+def test_a_repetition_is_answered_whatever_bears_the_name_now(settings: Settings, model_folder: Path, client: Any) -> None:
+    first = create(client, prepare(recipe(model_folder, name="mine"), settings), "key")
+    client.hset(JobKeys(first).state, "snapshot", pack(Root(phase="done")))
+    second = create(client, prepare(recipe(model_folder, name="mine"), settings))
+    assert create(client, prepare(recipe(model_folder, name="mine"), settings), "key") == first
+    assert client.hget("unimesh:names", "mine").decode() == second and client.hlen(JOBS) == 2
+
+
 def test_of_many_submissions_at_once_with_one_name_one_is_taken(settings: Settings, model_folder: Path, redis_url: str) -> None:
     jobs = [prepare(recipe(model_folder, name="mine"), settings) for _ in range(8)]
 
@@ -205,6 +213,20 @@ def test_scorers_ask_only_where_they_may(settings: Settings, model_folder: Path)
     assert "reward.scorers.far.params.url" in said and "https://judge.example/" in said
     said = problem(recipe(model_folder, eval={"x": SUITE | {"reward": {"scorers": far}}}), limited)
     assert "eval.x.reward.scorers.far.params.url" in said
+    for url in (
+        "https://judge.example.evil.org/",
+        "https://judge.example@evil.org/",
+        "http://judge.example/",
+        "http://127.0.0.1:9",
+    ):
+        far["far"]["params"] = {"url": url}
+        assert "scorers may not ask there" in problem(recipe(model_folder, reward={"scorers": far}), limited)
+    below = replace(settings, scorer_urls=("https://judge.example/v1",))
+    for url in ("https://judge.example/v12", "https://judge.example/v1/../admin"):
+        far["far"]["params"] = {"url": url}
+        assert "scorers may not ask there" in problem(recipe(model_folder, reward={"scorers": far}), below)
+    judge = {"j": {"name": "llm_judge", "params": {"base_url": "http://169.254.169.254/v1", "model": "m"}}}
+    assert "reward.scorers.j.params.base_url" in problem(recipe(model_folder, reward={"scorers": judge}), limited)
     far["far"]["params"] = {"url": "https://judge.example/score"}
     prepare(recipe(model_folder, reward={"scorers": far}), limited)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from services.controller.jobs import create, prepare
 from services.controller.tracking import Tracking
@@ -177,6 +178,35 @@ def test_a_controller_killed_between_file_and_position(settings: Settings, model
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]) + tail)
     history.told()
     assert history.lines() == [1, 2, 3, 4]
+
+
+def test_what_redis_did_not_answer_is_told_later(settings: Settings, model_folder: Path) -> None:
+    """It goes away between the steps and the evaluations."""
+    history = History(settings, model_folder, [])
+    history.steps(1, 2, 3)
+    tracking = Tracking(history.client, history.doc, settings)
+
+    def away() -> list[Any]:
+        raise redis.ConnectionError("away")
+
+    real, tracking._evaluations = tracking._evaluations, away  # type: ignore[method-assign]
+    with pytest.raises(redis.ConnectionError):
+        tracking.tell()
+    assert tracking.position.step == 0
+    tracking._evaluations = real  # type: ignore[method-assign]
+    with tracking.running():
+        pass
+    assert history.lines() == [1, 2, 3]
+
+
+def test_two_evaluations_at_one_step_are_both_told(settings: Settings, model_folder: Path) -> None:
+    history = History(settings, model_folder, ["tensorboard"])
+    for tag in ("step-4", "asked-4"):
+        result = {"suite": "easy", "tag": tag, "step": 4, "at": 1.0, "versions": {"policy": 4}, "reward": 0.5}
+        history.client.hset(history.keys.evals, f"easy:{tag}", pack(result))
+        history.told()
+    lines = [json.loads(line) for line in (history.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["tag"]) for row in lines] == [(4, "step-4"), (4, "asked-4")]
 
 
 def test_a_tracker_that_fails_is_left_out_and_said(settings: Settings, model_folder: Path) -> None:

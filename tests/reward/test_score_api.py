@@ -122,9 +122,23 @@ def headers_of(secrets: dict[str, str]) -> list[dict[str, str]]:
 
 def test_scorers_stay_loaded_and_are_forgotten_in_time() -> None:
     scorers = Scorers(kept=2)
-    first = scorers.get(Scorer(name="exact_match"))
-    assert scorers.get(Scorer(name="exact_match")) is first and KEPT > 2
-    for field in ("a", "b"):
-        scorers.get(Scorer(name="exact_match", params={"field": field}))
-    assert scorers.get(Scorer(name="exact_match")) is not first and len(scorers.loaded) == 2
+
+    def asked(*fields: str) -> dict[str, Any]:
+        with scorers.using({f: Scorer(name="exact_match", params={"field": f}) for f in fields}) as found:
+            return dict(found)
+
+    first = asked("a")["a"]
+    assert asked("a")["a"] is first and KEPT > 2
+    with scorers.using({"a": Scorer(name="exact_match", params={"field": "a"})}) as held:
+        asked("b", "c", "d")
+        assert held["a"] is first and first.submit([]).result(5).scores == (), "in use: not forgotten"
+    assert len(scorers.loaded) == 2
+    asked("e", "f")
+    assert asked("a")["a"] is not first
     scorers.close()
+
+
+def test_more_scorers_than_stay_loaded_are_refused(client: TestClient) -> None:
+    many = {f"s{i}": {"name": "exact_match", "params": {"field": f"f{i}"}} for i in range(KEPT + 1)}
+    answer = client.post("/score", json=EXAMPLE | {"reward": {"scorers": many}})
+    assert answer.status_code == 422 and f"at most {KEPT}" in answer.text

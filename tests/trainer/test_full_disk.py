@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shared import files
+from shared.config.settings import Settings
 from shared.files import no_space
+from tests.trainer.full_disk import train
+from tests.trainer.test_crash import Held
 
 
 @pytest.mark.parametrize(("who", "words"), [("trainer", "goes on by itself"), ("rollout.policy", "does not fit below")])
@@ -28,6 +35,28 @@ def test_a_job_goes_on_when_there_is_space_again(
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert words in dict(found["said"])[who]
     assert found["stalled"][0] == found["stalled"][1] < found["ended"] == 12
+
+
+def test_the_controller_waits_and_makes_its_step_again(
+    settings: Settings, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PAUSE_S", 0.1)
+    job = Held(settings, model_folder, every=4)
+    plain, calls = job.runner.writer.writes, count()
+
+    def writes(*args: Any) -> Any:
+        if next(calls) in (5, 6, 11):
+            raise OSError(28, "No space left on device")
+        return plain(*args)
+
+    monkeypatch.setattr(job.runner.writer, "writes", writes)
+    trainer = threading.Thread(target=train, args=(settings, job.name), daemon=True)
+    with job:
+        trainer.start()
+        job.check()
+        trainer.join(10)
+    notes = [fields[b"text"].decode() for _, fields in job.runner.client.xrange(job.runner.keys.events)]
+    assert len([n for n in notes if n.startswith("controller: no space left")]) == 1
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,13 @@ def fresh(plan: Plan, root: Root, group: Group) -> bool:
     return True
 
 
+def evaluated(plan: Plan, root: Root) -> bool:
+    """Whether a suite is due after the batch being formed: it takes exactly that version from the store."""
+    return any(s.every and (root.batches + 1) % s.every == 0 for s in plan.suites.values())
+
+
 def publish_due(plan: Plan, root: Root, last: bool) -> bool:
     """Whether the batch being formed is followed by a publish."""
     if plan.publish_at_end_only:
         return last
-    evaluated = any(s.every and (root.batches + 1) % s.every == 0 for s in plan.suites.values())  # they take it from the store
-    return last or evaluated or batches_since(root, promised(root), plan.tracks[0]) + 1 >= plan.sync_interval
+    return last or evaluated(plan, root) or batches_since(root, promised(root), plan.tracks[0]) + 1 >= plan.sync_interval

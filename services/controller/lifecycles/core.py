@@ -197,7 +197,9 @@ class Transition:
         record = next((r for r in self.root.records if r.seq == seq and r.kind == "checkpoint"), None)
         if record is None:
             return
-        below = min([record.shelf, *(g.shelf for g in self.groups.values()), *(run.shelf for run in self.root.evals)])
+        untrained = [r.shelf for r in self.root.records if r.kind == "train" and r.seq > seq]
+        waiting = [group.shelf for group in self.groups.values()]
+        below = min([record.shelf, *untrained, *waiting, *(run.shelf for run in self.root.evals)])
         self.commands.append(Covered(seq, self.root.swept, below))
         self.set(
             records=tuple(r for r in self.root.records if r is not record),
@@ -311,7 +313,7 @@ class Transition:
         self.close(chosen, in_flight=False)
         last = self.root.batches + 1 >= self.plan.steps
         if admission.publish_due(self.plan, self.root, last):
-            self.append("publish")
+            self.append("publish", pinned=admission.evaluated(self.plan, self.root))
         if last or self.checkpoint_due():
             self.append("checkpoint")
 
@@ -322,16 +324,17 @@ class Transition:
         waiting = any(r.kind == "checkpoint" for r in self.root.records)
         return bool(every and (self.root.batches + 1) % every == 0) or (full and not waiting)
 
-    def append(self, kind: Any, groups: tuple[Group, ...] = ()) -> None:
+    def append(self, kind: Any, groups: tuple[Group, ...] = (), pinned: bool = False) -> None:
+        """`pinned`: the version that this publishes will be asked for by its number."""
         seq, entry_id = self.root.seq + 1, f"{self.nonce}.{self.root.seq + 1}"
-        self.commands.append(Append(seq, entry_id, self.root.last_id, kind, groups))
+        self.commands.append(Append(seq, entry_id, self.root.last_id, kind, groups, pinned))
         record = Record(
             seq=seq,
             id=entry_id,
             kind=kind,
             gids=tuple(g.gid for g in groups),
             at=self.now,
-            shelf=self.root.formed,
+            shelf=min((g.shelf for g in groups), default=self.root.formed),
             stats=batch_stats(self.plan, self.root, groups) if groups else {},
             nbytes=self.root.log_bytes if kind == "checkpoint" else 0,
         )
@@ -351,6 +354,7 @@ class Transition:
     def conclude(self) -> None:
         if not self.root.records and not self.root.evals:
             self.append("stop")
+            self.commands.append(Covered(self.root.saved_seq, self.root.swept, self.root.formed + 1))
             self.set(phase="done", changed_at=self.now)
             self.commands.append(Note("info", f"done: {self.root.batches} steps"))
 

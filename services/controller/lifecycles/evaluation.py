@@ -46,21 +46,32 @@ def on_demand(step: Transition, suite: str) -> None:
         begin(step, name, f"asked-{step.root.batches}", step.root.published)
 
 
-def begin(step: Transition, name: str, tag: str, at: Mapping[str, int] | None = None) -> None:
+def begin_again(step: Transition, versions: Mapping[str, int]) -> None:
+    """Runs whose version will not come are begun again, at what there is instead."""
+    for run in step.root.evals:
+        if any(version > versions.get(track, 0) for track, version in run.versions.items()):
+            step.close([g for g in step.groups.values() if (g.suite, g.tag) == (run.suite, run.tag)], in_flight=True)
+            step.set(evals=tuple(other for other in step.root.evals if other.key != run.key))
+            begin(step, run.suite, run.tag, versions, run.issue + 1)
+
+
+def begin(step: Transition, name: str, tag: str, at: Mapping[str, int] | None = None, issue: int = 0) -> None:
     """Issues the whole suite at these versions (None: the current ones: published, or about to be)."""
     suite = step.plan.suites[name]
     known = step.root.current if at is None else at
     versions = {track: known.get(track, 0) for track in step.plan.tracks}
     needs = {track: Need("exactly", version) for track, version in versions.items()}
-    run = EvalRun(suite=name, tag=tag, step=step.root.batches, versions=versions, size=suite.size, shelf=step.root.formed)
+    run = EvalRun(
+        suite=name, tag=tag, step=step.root.batches, versions=versions, size=suite.size, shelf=step.root.formed, issue=issue
+    )
     if run.key in step.root.evaluated or any(known.key == run.key for known in step.root.evals):
         return
     step.set(evals=(*step.root.evals, run))
     for index in range(suite.size):
         group = Group(
-            gid=group_id(root_id(f"eval-{name}-{tag}", 0, index), 0),
+            gid=group_id(root_id(f"eval-{name}-{tag}", 0, index), issue),
             draw=index,
-            issue=0,
+            issue=issue,
             shelf=step.root.formed,
             needs=needs,
             issued_at=step.now,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from services.controller.lifecycles import evaluation
 from services.controller.lifecycles.state import Note
 from shared.wire.envelope import Published, Trained
 
@@ -69,3 +70,4 @@ def retrained(step: Transition, event: Trained) -> None:
     for group in [g for g in step.groups.values() if g.kind == "train" and g.slices is None]:
         if any(need.version > event.versions[name] for name, need in group.needs.items()):
             step.drop(group, "unpublished")
+    evaluation.begin_again(step, event.versions)

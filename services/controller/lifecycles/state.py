@@ -127,7 +127,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     gids: tuple[str, ...] = ()
     at: float = 0.0
     shelf: int = 0
-    """checkpoint: shelves below are not needed once it is complete."""
+    """train: the oldest of its bodies'. checkpoint: shelves below are not needed once it is complete."""
     stats: dict[str, float] = {}
     """train: figures of the batch."""
     waits: dict[str, int] = {}
@@ -145,6 +145,8 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     shelf: int = 0
     """Where its bodies begin: the previews' are read when it is done."""
+    issue: int = 0
+    """How often it was begun before, at a version that did not come."""
     done: int = 0
     failed: int = 0
     total: float = 0.0
@@ -253,6 +255,7 @@ class Append(msgspec.Struct, frozen=True):
     previous: str
     kind: Literal["train", "publish", "checkpoint", "stop"]
     groups: tuple[Group, ...] = ()
+    pinned: bool = False
 
 
 class Close(msgspec.Struct, frozen=True):

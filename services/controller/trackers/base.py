@@ -34,6 +34,12 @@ class Row:
     at: float
     """Seconds since the epoch."""
     values: dict[str, float] = field(default_factory=dict)
+    tag: str = ""
+    """Of an evaluation: there may be several at one step."""
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.series, self.step, self.tag
 
     def named(self) -> dict[str, float]:
         """The values under the series' name."""

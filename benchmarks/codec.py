@@ -41,7 +41,7 @@ def rows() -> list[Row]:
     target = np.empty_like(payload)
     message = codec.encode([sample])
     copies, trips = [], []
-    for _ in range(60):
+    for _ in range(200):
         copies.append(timed(lambda: np.copyto(target, payload)))
         trips.append(timed(lambda: codec.decode(_into(codec.encode_parts([sample])), list[Sample])))
     share = statistics.median(copies) / statistics.median(trips)

@@ -15,6 +15,7 @@ from services.controller.jobs import JobDoc, load_doc, open_job, phase_of
 from services.controller.runner import Runner
 from shared.config.problems import BadInput
 from shared.config.settings import Settings
+from shared.wire.bodies import open_bodies
 from shared.wire.client import AWAY
 from shared.wire.envelope import ENDED
 from shared.wire.keys import JOBS, JobKeys
@@ -47,6 +48,17 @@ class Mesh:
     def start(self) -> None:
         for thread in self.threads:
             thread.start()
+        threading.Thread(target=self.sweep_ended, name="sweep", daemon=True).start()
+
+    def sweep_ended(self) -> None:
+        """Bodies of jobs that have ended: a controller that died at their end, or a late worker, may have left some."""
+        try:
+            jobs = [raw.decode() for raw in self.client.hkeys(JOBS)]
+            for job in jobs:
+                if phase_of(self.client, job) in ENDED:
+                    open_bodies(self.settings.bodies, job).remove()
+        except (redis.RedisError, OSError) as error:
+            log.warning("bodies of ended jobs are not swept: %s", error)
 
     def stop(self) -> None:
         self.stopping.set()

@@ -10,8 +10,14 @@ import httpx
 import msgpack
 import pytest
 
+from services.controller.jobs import create, prepare
+from services.controller.lifecycles.state import Root
+from services.controller.mesh import Mesh
 from services.controller.records import Records
 from shared.config.settings import Settings
+from shared.wire.client import connect
+from shared.wire.codec import pack
+from shared.wire.keys import JobKeys
 from tests.conftest import recipe
 from tests.controller.test_api import api, submit, until  # noqa: F401  (the fixture)
 from tests.simulated import Simulated
@@ -121,6 +127,19 @@ def test_bodies_in_files_are_swept_behind_each_checkpoint(api: httpx.Client, set
     while folder.exists():
         assert time.monotonic() < deadline, "an ended job leaves no bodies"
         time.sleep(0.05)
+
+
+def test_what_an_ended_job_left_is_swept_at_the_next_start(settings: Settings, model_folder: Path) -> None:
+    """A controller died at its end, or a worker came late."""
+    client = connect(settings.redis_url)
+    ended, running = (create(client, prepare(recipe(model_folder), settings)) for _ in range(2))
+    client.hset(JobKeys(ended).state, "snapshot", pack(Root(phase="cancelled")))
+    folders = [Path(settings.bodies.removeprefix("dir:")) / job / "3" for job in (ended, running)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "body").write_bytes(b"x")
+    Mesh(lambda: connect(settings.redis_url), settings).sweep_ended()
+    assert [folder.exists() for folder in folders] == [False, True]
 
 
 def test_an_evaluation_on_demand(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811

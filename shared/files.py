@@ -22,14 +22,14 @@ def no_space(error: BaseException) -> bool:
     return "No space left on device" in str(error) or "StorageFull" in str(error)
 
 
-def when_there_is_space(act: Callable[[], T], say: Callable[[str], None], stop: Callable[[], bool] = lambda: False) -> T:
-    """Repeats `act`, which may be repeated, until the disk has room for it; `say` is told once. `stop` lets the error out."""
+def when_there_is_space(act: Callable[[], T], say: Callable[[str], None]) -> T:
+    """Repeats `act`, which may be repeated, until the disk has room for it; `say` is told once."""
     said = False
     while True:
         try:
             return act()
-        except Exception as error:
-            if not no_space(error) or stop():
+        except Exception as error:  # libraries that are no Python raise errors of their own for a full disk
+            if not no_space(error):
                 raise
             if not said:
                 say(f"no space left: {error}; free some, and it goes on by itself")

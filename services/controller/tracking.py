@@ -113,7 +113,7 @@ class Tracking:
         before = msgspec.structs.replace(self.position, evaluations=list(self.position.evaluations))
         try:
             found = self._tell()
-        except BaseException:
+        except Exception:  # whatever it was: nothing was told
             self.position = before
             raise
         self.told.clear()

@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test check bench soak ci lock clean docs record
+.PHONY: wheelhouse images test-compose setup demo test check bench soak ci lock clean docs record
 
 setup: $(STAMP)
 
@@ -50,6 +50,18 @@ check: setup .venv/.extras
 bench: setup .venv-bench/.installed
 	$(BIN)/python -m benchmarks.mesh
 
+# the services' images: torch of this machine's kind, or DEVICE=cuda
+DEVICE ?= cpu
+wheelhouse: setup
+	deploy/wheelhouse.sh $(BIN)/pip $(DEVICE)
+
+images: wheelhouse
+	deploy/images.sh
+
+# docker compose for real, on an engine of its own where none answers
+test-compose: setup
+	$(BIN)/python -m pytest tests/compose -m compose --timeout 1500
+
 # TRL, to race against, in an environment of its own
 .venv-bench/.installed: requirements/torch.txt requirements/bench.txt
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
@@ -64,11 +76,20 @@ bench: setup .venv-bench/.installed
 
 ci: check test
 
+# what each service needs, from pyproject.toml; versions follow dev.txt, so that tests run what images hold
+COMPILE := uv pip compile --quiet --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11
+RUNTIME := pyproject.toml requirements/torch-own.in --extra controller --extra rollout --extra reward --extra trainer
+
 lock:
-	uv pip compile requirements/dev.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/dev.txt
-	uv pip compile requirements/bench.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/bench.txt
-	uv pip compile requirements/runtime.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/runtime.txt -c requirements/dev.txt
-	uv pip compile requirements/extras.in --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11 -o requirements/extras.txt -c requirements/dev.txt
+	$(COMPILE) $(RUNTIME) --extra embedded requirements/dev.in -o requirements/dev.txt
+	$(COMPILE) requirements/bench.in requirements/torch-own.in -o requirements/bench.txt
+	$(COMPILE) requirements/extras.in -o requirements/extras.txt -c requirements/dev.txt
+	for service in controller reward; do \
+	  $(COMPILE) pyproject.toml --extra $$service -o requirements/$$service.txt -c requirements/dev.txt || exit 1; done
+	for service in rollout trainer; do \
+	  $(COMPILE) pyproject.toml requirements/torch-own.in --extra $$service -o requirements/$$service.txt -c requirements/dev.txt || exit 1; done
+	uv pip compile --quiet --generate-hashes --no-header --no-annotate --python-version 3.11 --no-emit-package torch requirements/cuda.in \
+	  -o requirements/cuda.txt -c requirements/dev.txt
 
 clean:
 	rm -rf .venv .venv-bench build .unimesh

@@ -13,6 +13,12 @@ import xxhash
 
 T = TypeVar("T")
 PAUSE_S = 5.0
+_waiting = 0
+
+
+def waiting_for_space() -> bool:
+    """Whether a thread of this process waits for a full disk: it is stuck for a reason that was told."""
+    return _waiting > 0
 
 
 def no_space(error: BaseException) -> bool:
@@ -24,17 +30,21 @@ def no_space(error: BaseException) -> bool:
 
 def when_there_is_space(act: Callable[[], T], say: Callable[[str], None]) -> T:
     """Repeats `act`, which may be repeated, until the disk has room for it; `say` is told once."""
+    global _waiting
     said = False
-    while True:
-        try:
-            return act()
-        except Exception as error:  # libraries that are no Python raise errors of their own for a full disk
-            if not no_space(error):
-                raise
-            if not said:
-                say(f"no space left: {error}; free some, and it goes on by itself")
-            said = True
-            time.sleep(PAUSE_S)
+    try:
+        while True:
+            try:
+                return act()
+            except Exception as error:  # libraries that are no Python raise errors of their own for a full disk
+                if not no_space(error):
+                    raise
+                if not said:
+                    say(f"no space left: {error}; free some, and it goes on by itself")
+                    _waiting, said = _waiting + 1, True
+                time.sleep(PAUSE_S)
+    finally:
+        _waiting -= said
 
 
 def sync(path: Path) -> None:

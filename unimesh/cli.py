@@ -16,6 +16,7 @@ from shared.config import tokens
 from unimesh import show
 from unimesh.client import ApiError
 from unimesh.commands import Failed, add_commands, end, mesh_api, print_json
+from unimesh.doctor import SERVICES, Served, examine
 from unimesh.home import Home, default_state, is_held
 
 EXIT_CODES = "Exit codes: 0 done, 1 the job or a check failed, 2 wrong usage or input refused, 3 no controller answers."
@@ -117,12 +118,11 @@ def launch(recipe: str, overrides: tuple[str, ...], dry_run: bool, follow: bool,
 
 @cli.command()
 @click.option("--state", type=click.Path(path_type=Path), default=None)
+@click.option("--service", type=click.Choice(SERVICES), default=None, help="Only what this service needs.")
 @click.option("--json", "as_json", is_flag=True)
-def doctor(state: Path | None, as_json: bool) -> None:
+def doctor(state: Path | None, service: Served | None, as_json: bool) -> None:
     """Check what a mesh needs of this machine; print the fix of what fails."""
-    from unimesh.doctor import examine
-
-    findings = examine(state or default_state())
+    findings = examine(state or default_state(), service=service)
     if as_json:
         print_json([vars(f) for f in findings])
     else:
@@ -131,6 +131,17 @@ def doctor(state: Path | None, as_json: bool) -> None:
             click.echo(f"{mark} {finding.name}: {finding.detail}" + ("" if finding.ok else f"\n     fix: {finding.fix}"))
     if not all(f.ok for f in findings):
         raise Failed("some checks failed")
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("service", type=click.Choice(SERVICES))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(service: Served, arguments: tuple[str, ...]) -> None:
+    """Run one SERVICE in this process, as containers do. What its doctor finds wrong is said; it starts all the same."""
+    for finding in examine(default_state(), service=service):
+        if not finding.ok:
+            click.echo(f"FAIL {finding.name}: {finding.detail}\n     fix: {finding.fix}", err=True)
+    os.execv(sys.executable, [sys.executable, "-m", f"services.{service}", *arguments])
 
 
 @cli.command()

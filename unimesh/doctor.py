@@ -10,11 +10,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import httpx
 import redis
 
+from shared.agent.devices import driver_version, list_devices
+from shared.agent.storage import storage_id
+from shared.config import tokens
+from shared.config.settings import Settings, from_environment
+from shared.wire import keys
 from shared.wire.client import RedisUnfit, check_server, connect
 from shared.wire.server import find_server
 from unimesh.home import Home, api_url
@@ -28,20 +35,35 @@ class Finding:
     fix: str = ""
 
 
-def examine(state: Path, redis_url: str | None = None) -> list[Finding]:
-    checks: list[Callable[[], Finding]] = [
+Served = Literal["controller", "rollout", "reward", "trainer"]
+SERVICES: tuple[Served, ...] = get_args(Served)
+NCCL_MIB = 1024
+"""Shared memory that several ranks on one host should have."""
+
+
+def examine(state: Path, redis_url: str | None = None, service: Served | None = None) -> list[Finding]:
+    """What a mesh on this machine needs, or what one service needs where it runs."""
+    settings = from_environment()
+    everywhere: list[Callable[[], Finding]] = [
         _python,
-        _redis_binary,
-        lambda: _redis(state, redis_url),
-        lambda: _disk(state),
-        _shared_memory,
+        partial(_redis, state, redis_url, service is not None),
+        partial(_disk, state),
+        partial(_clock, state, redis_url),
+    ]
+    computing: list[Callable[[], Finding]] = [
+        partial(_shared_memory, settings),
         _torch,
         _openmp,
-        _port,
-        lambda: _clock(state, redis_url),
-        lambda: _token(state),
+        partial(_devices, settings, redis_url),
     ]
-    return [check() for check in checks]
+    checks: dict[Served | None, list[Callable[[], Finding]]] = {
+        None: [*everywhere, _redis_binary, *computing, _port, partial(_token, state)],
+        "controller": [*everywhere, partial(_own_token, settings), partial(_storage, settings)],
+        "reward": [*everywhere, partial(_storage, settings), partial(_health, settings)],
+        "rollout": [*everywhere, *computing, partial(_storage, settings), partial(_health, settings)],
+        "trainer": [*everywhere, *computing, partial(_storage, settings), partial(_health, settings)],
+    }
+    return [check() for check in checks[service]]
 
 
 def _python() -> Finding:
@@ -94,10 +116,11 @@ def _token(state: Path) -> Finding:
     return Finding("token", True, "the API takes it" if secret else "none is asked for")
 
 
-def _redis(state: Path, url: str | None) -> Finding:
+def _redis(state: Path, url: str | None, needed: bool) -> Finding:
     target = _redis_url(state, url)
     if target is None:
-        return Finding("redis", True, "no mesh is up here; `unimesh up` starts its own")
+        fix = "set UNIMESH_REDIS_URL"
+        return Finding("redis", not needed, "no mesh is up here; `unimesh up` starts its own", fix)
     try:
         client = connect(target)
         check_server(client, patience_s=2)
@@ -113,11 +136,70 @@ def _disk(state: Path) -> Finding:
     return Finding("disk", free > 2, f"{free:.1f} GiB free below {folder}", "free at least 2 GiB, or set UNIMESH_STATE")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory(settings: Settings) -> Finding:
     if not Path("/dev/shm").exists():
         return Finding("shared memory", False, "/dev/shm is missing", "mount a tmpfs there")
     free = shutil.disk_usage("/dev/shm").free / 2**20
-    return Finding("shared memory", free > 64, f"{free:.0f} MiB", "in a container: --shm-size 1g")
+    several = (settings.device_count or 1) > 1
+    enough = free > (NCCL_MIB - 64 if several else 64)
+    return Finding("shared memory", enough, f"{free:.0f} MiB", "in a container: --shm-size 1g (compose: SHM_SIZE in .env)")
+
+
+def _devices(settings: Settings, url: str | None) -> Finding:
+    """Devices, who holds them, and whether torch could use them."""
+    driver, found = driver_version(), list_devices(settings.devices)
+    wanted = settings.device_count
+    if not found:
+        detail = "none" if driver is None else f"none, though driver {driver} is there"
+        fix = "install the driver and the container toolkit, and run with the profile gpu; or unset UNIMESH_DEVICE_COUNT"
+        return Finding("devices", not wanted, detail, fix)
+    target = url or os.environ.get("UNIMESH_REDIS_URL")
+    free = len(found)
+    if target is not None:
+        try:
+            places = [keys.device(d.uuid, slot) for d in found for slot in range(settings.device_share)]
+            held = sum(value is not None for value in connect(target).mget(places))
+            free = len(places) - held
+        except redis.RedisError:
+            pass  # the check of Redis says what is wrong
+    names = ", ".join(sorted({d.name or "unnamed" for d in found}))
+    detail = f"{len(found)} ({names}), driver {driver or 'unknown'}, {free} free"
+    if wanted and wanted > len(found):
+        return Finding("devices", False, f"{detail}; {wanted} wanted", "lower UNIMESH_DEVICE_COUNT, or show this service more")
+    return Finding("devices", True, detail)
+
+
+def _own_token(settings: Settings) -> Finding:
+    """Of a controller that listens where others reach it."""
+    try:
+        known = tokens.known(settings)
+    except (ValueError, OSError) as error:
+        return Finding("token", False, str(error), "put a random word into UNIMESH_TOKEN: openssl rand -hex 24")
+    if known is None:
+        return Finding("token", True, "none is asked for: legal on loopback only")
+    return Finding("token", True, f"{len(known)} known")
+
+
+def _storage(settings: Settings) -> Finding:
+    """Whether this service may write where all services of a job must."""
+    try:
+        return Finding("storage", True, storage_id(settings.state, settings.bodies))
+    except OSError as error:
+        fix = "mount the volumes of state and bodies so that user 1000 may write, or set UNIMESH_STATE and UNIMESH_BODIES"
+        return Finding("storage", False, f"{error.strerror}: {error.filename}", fix)
+
+
+def _health(settings: Settings) -> Finding:
+    if settings.health is None:
+        return Finding("health port", True, "not served")
+    host, _, port = settings.health.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except (OSError, ValueError) as error:
+            return Finding("health port", False, f"{settings.health}: {error}", "UNIMESH_HEALTH is host:port, of a free port")
+    return Finding("health port", True, settings.health)
 
 
 def _torch() -> Finding:

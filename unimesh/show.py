@@ -95,6 +95,8 @@ def panel(view: dict[str, Any], steps: Sequence[dict[str, Any]]) -> RenderableTy
     if view["dead_letters"]:
         grid.add_row("dead letters", str(view["dead_letters"]))
     grid.add_row("waits for", view["waits_for"] or "-")
+    if view["unfilled"]:
+        grid.add_row("nobody fills", view["unfilled"])
     bar = ProgressBar(total=max(1, view["steps"]), completed=view["step"], width=60)
     return Group(head, bar, grid)
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -32,15 +32,27 @@ class Wanted(msgspec.Struct, frozen=True):
     track: str
     component: str = ""
     """What the worker must be able to run; empty: anything."""
+    ranks: int = 1
+    """Processes of its child; on a host with devices each needs one."""
+
+
+class Decision(NamedTuple):
+    changes: dict[str, Assignment | None]
+    """Worker → its new assignment, or None to take it away."""
+    unfilled: dict[str, str]
+    """Job → why one of its places has nobody."""
 
 
 def assign(
-    workers: Sequence[Worker], held: Mapping[str, Assignment], wanted: Sequence[Wanted], fresh_id: Callable[[], str]
-) -> dict[str, Assignment | None]:
-    """What changes: worker → its new assignment, or None to take it away.
-
-    A place keeps its worker while that is alive. Free workers fill open places in the order of `wanted`; among equals the
-    one that registered first. Draining workers get nothing new.
+    workers: Sequence[Worker],
+    held: Mapping[str, Assignment],
+    wanted: Sequence[Wanted],
+    fresh_id: Callable[[], str],
+    storage: str = "",
+) -> Decision:
+    """A place keeps its worker while that is alive. Free workers fill open places in the order of `wanted`; among equals the
+    one that registered first. Those that drain or wait for a device get nothing new, nor do those that keep their files
+    elsewhere than this controller (`storage`).
     """
     alive = {w.name: w for w in workers}
     changes: dict[str, Assignment | None] = {}
@@ -53,19 +65,44 @@ def assign(
         else:
             changes[name] = None
     free = sorted(
-        (w for w in workers if w.state != "draining" and (w.name not in held or changes.get(w.name, 0) is None)),
+        (w for w in workers if w.name not in held or changes.get(w.name, 0) is None),
         key=lambda w: (w.since, w.name),
     )
+    unfilled: dict[str, str] = {}
     for place in open_places:
-        worker = next((w for w in free if w.service == place.role and able(w, place)), None)
+        worker = next((w for w in free if w.service == place.role and not unable(w, place, storage)), None)
         if worker is not None:
             free.remove(worker)
             changes[worker.name] = Assignment(id=fresh_id(), job=place.job, role=place.role, track=place.track)
-    return changes
+        else:
+            unfilled.setdefault(place.job, _nobody(place, workers, free, storage))
+    return Decision(changes, unfilled)
 
 
-def able(worker: Worker, place: Wanted) -> bool:
-    return not place.component or place.component in worker.components
+def unable(worker: Worker, place: Wanted, storage: str) -> str:
+    """Why a free worker cannot take the place; empty: it can."""
+    if worker.state == "draining":
+        return "drains"
+    if worker.state == "waiting":
+        return worker.error or "waits for a device"
+    if place.component and place.component not in worker.components:
+        return f"cannot run {place.component}"
+    if storage and worker.storage and worker.storage != storage:
+        return "keeps its files elsewhere than the controller (UNIMESH_STATE and UNIMESH_BODIES must be shared)"
+    if worker.devices and len(worker.devices) < place.ranks:
+        return f"leases {len(worker.devices)} of the {place.ranks} devices that its ranks need (UNIMESH_DEVICE_COUNT)"
+    return ""
+
+
+def _nobody(place: Wanted, workers: Sequence[Worker], free: Sequence[Worker], storage: str) -> str:
+    """Why a place has no worker, for people."""
+    own = [w for w in workers if w.service == place.role]
+    idle = [w for w in free if w.service == place.role]
+    if not own:
+        return f"a {place.role}: none is registered"
+    if not idle:
+        return f"a {place.role}: all {len(own)} work for others"
+    return f"a {place.role}: {idle[0].name} {unable(idle[0], place, storage)}"
 
 
 def read_workers(client: Any) -> list[Worker]:
@@ -87,8 +124,11 @@ def read_workers(client: Any) -> list[Worker]:
 class Registry:
     """Keeps assignments true. One controller at a time does it, under a lease."""
 
-    def __init__(self, connect: Callable[[], Any], wanted: Callable[[], Sequence[Wanted]], lease_ms: int = 5000) -> None:
-        self.client, self.wanted, self.lease_ms = connect(), wanted, lease_ms
+    def __init__(
+        self, connect: Callable[[], Any], wanted: Callable[[], Sequence[Wanted]], lease_ms: int = 5000, storage: str = ""
+    ) -> None:
+        self.client, self.wanted, self.lease_ms, self.storage = connect(), wanted, lease_ms, storage
+        self.unfilled: dict[str, str] = {}
         self.scripts = Scripts(self.client)
         self.token = uuid4().hex
         self.stopping = threading.Event()
@@ -114,9 +154,21 @@ class Registry:
             packed = self.client.get(names.assignment(worker.name))
             if packed is not None:
                 held[worker.name] = unpack(packed, Assignment)
-        for name, assignment in assign(workers, held, self.wanted(), lambda: uuid4().hex).items():
+        changes, unfilled = assign(workers, held, self.wanted(), lambda: uuid4().hex, self.storage)
+        if unfilled != self.unfilled:
+            self._tell(unfilled)
+        for name, assignment in changes.items():
             if assignment is None:
                 self.client.delete(names.assignment(name))
             else:
                 self.client.set(names.assignment(name), pack(assignment))
                 log.info("%s works for job %s as %s", name, assignment.job, assignment.role)
+
+    def _tell(self, unfilled: dict[str, str]) -> None:
+        """For the jobs' views."""
+        with self.client.pipeline() as pipe:
+            pipe.delete(names.UNFILLED)
+            if unfilled:
+                pipe.hset(names.UNFILLED, mapping=unfilled)
+            pipe.execute()
+        self.unfilled = unfilled

@@ -13,6 +13,7 @@ import redis
 from services.controller.assignment import Registry, Wanted
 from services.controller.jobs import JobDoc, load_doc, open_job, phase_of
 from services.controller.runner import Runner
+from shared.agent.storage import storage_id
 from shared.config.problems import BadInput
 from shared.config.settings import Settings
 from shared.wire.bodies import open_bodies
@@ -39,7 +40,8 @@ class Mesh:
         """Jobs that cannot run here: why, and when to try again."""
         self.stopping = threading.Event()
         self.wake = threading.Event()
-        self.registry = Registry(connect, self.wanted, int(settings.lease_s * 1000 / 3))
+        storage = storage_id(settings.state, settings.bodies)
+        self.registry = Registry(connect, self.wanted, int(settings.lease_s * 1000 / 3), storage)
         self.threads = [
             threading.Thread(target=self.watch, name="jobs", daemon=True),
             threading.Thread(target=self.registry.run, name="registry", daemon=True),
@@ -133,7 +135,7 @@ class Mesh:
 
 
 def places_of(doc: JobDoc) -> list[Wanted]:
-    found = [Wanted(doc.id, "trainer", "", doc.recipe["algorithm"]["name"])]
+    found = [Wanted(doc.id, "trainer", "", doc.recipe["algorithm"]["name"], int(doc.recipe["placement"]["trainer_ranks"]))]
     engine = doc.recipe["rollout"]["engine"]["name"] if doc.plan.route else ""
     for stage in doc.plan.route:
         service, _, track = stage.partition(".")

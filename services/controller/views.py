@@ -13,7 +13,7 @@ from services.controller.lifecycles.core import ledger
 from services.controller.lifecycles.state import Group, Plan, Root
 from shared.wire.codec import unpack
 from shared.wire.envelope import ENDED
-from shared.wire.keys import JobKeys
+from shared.wire.keys import UNFILLED, JobKeys
 
 
 def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
@@ -26,7 +26,8 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
         pipe.hgetall(keys.counts)
         pipe.xlen(keys.dead)
         pipe.hvals(keys.evals)
-        packed, rows, recent, counts, dead_letters, evals = pipe.execute()
+        pipe.hget(UNFILLED, doc.id)
+        packed, rows, recent, counts, dead_letters, evals, unfilled = pipe.execute()
     root = unpack(packed, Root) if packed else Root()
     groups = [unpack(row, Group) for row in rows]
     steps = [read_step(fields) for _, fields in reversed(recent)]
@@ -50,6 +51,7 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
         "rates": rates(steps, root),
         "last": steps[-1] if steps else None,
         "waits_for": waits_for(doc.plan, root, groups),
+        "unfilled": unfilled.decode() if unfilled and root.phase not in ENDED else "",
         "ledger": ledger(root),
         "counts": {k.decode(): int(v) for k, v in counts.items()},
         "dead_letters": dead_letters,

@@ -15,6 +15,7 @@ import redis
 
 from services.reward.handler import ScoreHandler
 from shared import logs
+from shared.agent.health import Watch, show_progress
 from shared.agent.process import StopFlag, guard_parent, take_turns
 from shared.config.problems import BadInput
 from shared.config.sections import Scorer, scorers_of
@@ -60,10 +61,12 @@ class Watcher:
         self.scorers: dict[str, dict[str, Scorer]] = {}
         """By job."""
         self.stopping = StopFlag()
+        self.watch = Watch(limit_s=120)
 
     def run(self) -> None:
         """Looks every half second; unblocked by SIGTERM."""
         while not self.stopping.wait(0.5):
+            self.watch.tick()
             try:
                 self.look()
             except AWAY:
@@ -72,6 +75,9 @@ class Watcher:
             stream.stop()
         for stream in self.streams.values():
             stream.join()
+
+    def getting_on(self) -> bool:
+        return self.watch.getting_on() and all(stream.consumer.getting_on() for stream in list(self.streams.values()))
 
     def look(self) -> None:
         wanted = {(job, name) for job in self._active() for name in self._names(job)}
@@ -124,6 +130,7 @@ def main() -> None:
     watcher = Watcher(settings, frozenset(names.split(",")) if names else None)
     signal.signal(signal.SIGTERM, lambda *_: watcher.stopping.set())
     stop = _serve(settings)
+    show_progress(watcher.getting_on)
     try:
         watcher.run()
     except redis.RedisError as error:

@@ -190,7 +190,7 @@ def make_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="UniMesh scorers", version="1", lifespan=lifespan)
     problem.install(app)
-    known = None if settings.tokens is None else tokens.read(settings.tokens)
+    known = tokens.known(settings)
     app.add_middleware(Guard, known=known, most_bytes=settings.most_request_bytes)
 
     @app.post("/score", responses=problem.documented())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from services.trainer.world import World
-from shared.models.ar.bundle import Bundle, exported
+from shared.models.ar.bundle import Bundle, exported, placed
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -34,10 +34,9 @@ class Backend:
         self.bundle, self.world, self.model = bundle, world, bundle.model
         self.tied = bundle.tied
         self.autocast = dtype == "bfloat16"
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model.to(device)
+        placed(bundle)
         if world.size > 1:
-            self._shard(device)
+            self._shard(self.model.device.type)
 
     def _shard(self, device: str) -> None:
         mesh = init_device_mesh(device, (self.world.size,))

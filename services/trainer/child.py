@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from shared import logs
+from shared.agent.health import Watch, show_progress
 from shared.agent.process import PARENT, guard_parent, take_turns
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     from shared.wire.keys import JobKeys
 
     logs.about(job=assignment["job"], worker=agent)
+    watch = Watch(limit_s=1800)
+    if "RANK" not in os.environ:  # the agent's child; it starts the other ranks
+        show_progress(watch.getting_on)
     client = connect(settings.redis_url)
     doc = msgspec.msgpack.decode(client.get(JobKeys(assignment["job"]).doc))
     set_threads(child_threads(doc, settings))
@@ -56,6 +60,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     trainer = build(settings, assignment, agent, doc, client, stopping)
+    trainer.tick = trainer.stack.tick = watch.tick
     gc.collect()
     gc.freeze()  # libraries and model: no collection need walk them again
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,13 @@ class Trainer:
     opened: list[Opened] | None = None
     handed: int = -1
     """Version of the newest snapshot."""
+    tick: Callable[[], None] = lambda: None
+    """Called at every sign of progress."""
 
     def run(self) -> None:
         """Waits for: records of the log (rank 0), control words (the others). Unblocked by: the controller's commit."""
         while True:
+            self.tick()
             word = unpack(self.world.share(pack(self._next()) if self.link is not None else None), Word)
             if word.kind == "quit":
                 return

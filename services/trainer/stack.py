@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class TrainStack:
         self.parameters = backend.parameters()
         self.optimizer = make_optimizer(self.parameters, section.optimizer)
         self.progress = Progress()
+        self.tick: Callable[[], None] = lambda: None
+        """Called before every micro-batch."""
 
     def train_track(self, batch: Batch) -> StepResult:
         """All updates of a batch. 0 updates, with a reason, if nothing counts or a gradient is not finite."""
@@ -108,6 +110,7 @@ class TrainStack:
         self, rows: list[Row], chosen: Sequence[int], anchor: Tensor | None, total: float, sequences: int, tally: Tally
     ) -> float:
         """Forward and backward of one micro-batch. A rank with fewer than the others runs along with weight 0."""
+        self.tick()
         members = [rows[i] for i in chosen] or [_DUMMY]
         with self.backend.computing():
             new = self._replay(members)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -21,8 +21,11 @@ import redis
 
 from shared import logs
 from shared.agent.backoff import Backoff
+from shared.agent.devices import Leases, Lister, list_devices
+from shared.agent.health import PROGRESS, STALE_S, Progress, serve_health
 from shared.agent.process import LABEL, Child, StopFlag
 from shared.agent.registry import BEAT_S, Assignment, Service, Worker
+from shared.agent.storage import storage_id
 from shared.config.settings import Settings
 from shared.wire import keys
 from shared.wire.client import RedisUnfit, check_server, connect
@@ -44,12 +47,14 @@ class Agent:
         module: str,
         components: tuple[str, ...] = (),
         assigned: bool = True,
-        child_env: Mapping[str, str] | None = None,
+        devices: int = 1,
+        lister: Lister | None = None,
     ) -> None:
-        """`assigned`: the child works for one job and waits for its assignment; otherwise it serves all jobs by itself."""
+        """`assigned`: the child works for one job and waits for its assignment; otherwise it serves all jobs by itself.
+        `devices`: how many it leases where the host has some and UNIMESH_DEVICE_COUNT says nothing else.
+        """
         self.service, self.settings, self.module = service, settings, module
         self.assigned, self.components = assigned, components
-        self.env = dict(os.environ) | dict(child_env or {})
         self.name = f"{service}-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:6]}"
         self.client = connect(settings.redis_url)
         self.since, self.ttl_ms = time.time(), int(max(settings.lease_s * 400, 4 * BEAT_S * 1000))
@@ -61,11 +66,28 @@ class Agent:
         self.restarts, self.error = 0, ""
         self.stopping = StopFlag()
         self.reached = time.monotonic()
+        self.storage = storage_id(settings.state, settings.bodies)
+        self.devices = Leases(
+            self.client,
+            self.name,
+            lister or (lambda: list_devices(settings.devices)),
+            settings.device_count,
+            self.ttl_ms,
+            settings.device_share,
+            devices,
+        )
+        self.progress = Progress()
 
     def run(self) -> None:
+        if self.settings.health is not None:
+            try:
+                serve_health(self.settings.health, self.health)
+            except (OSError, ValueError) as error:
+                raise SystemExit(f"UNIMESH_HEALTH={self.settings.health}: {error}; it is host:port, of a free port") from error
         while not self.stopping.is_set():
             try:
-                assignment = self.beat("working" if self.given or not self.assigned else "idle")
+                self.lease_devices()
+                assignment = self.beat(self.state)
                 self.reached = time.monotonic()
                 self.reconcile(assignment)
             except (redis.ConnectionError, redis.TimeoutError) as error:
@@ -74,6 +96,51 @@ class Agent:
                     self.drop_child("Redis has been away too long to keep the assignment")
             self.stopping.wait(BEAT_S)
         self.leave()
+
+    @property
+    def state(self) -> Any:
+        if not self.devices.ready:
+            return "waiting"
+        return "working" if self.given or not self.assigned else "idle"
+
+    def lease_devices(self) -> None:
+        """Keeps what the child may see; a child that lost a device ends at once, since another one may have it."""
+        if lost := self.devices.renew():
+            self.error = f"lost the lease of {', '.join(lost)}"
+            log.warning("%s; ending the child", self.error)
+            self.end_child()
+        if not self.devices.ready:
+            self.devices.take()
+
+    def health(self) -> dict[str, Any]:
+        """What `GET /healthz` answers: who this is, what it does, and what is wrong."""
+        away, silent = time.monotonic() - self.reached, self.progress.age_s()
+        problems = []
+        if away > 3 * self.ttl_ms / 1000:
+            problems.append(f"Redis has been away for {away:.0f} s")
+        if not self.devices.ready:
+            problems.append(self.devices.why_not())
+        if self.child is None and self.devices.ready:
+            problems.append(f"no child: {self.error}" if self.error else "the child has not started yet")
+        if self.busy and silent > STALE_S:
+            problems.append(f"the child has shown no progress for {silent:.0f} s")
+        return {
+            "service": self.service,
+            "worker": self.name,
+            "state": self.state,
+            "job": self.given.job if self.given else "",
+            "child": self.child.pid if self.child else 0,
+            "progress_s": round(silent, 1) if self.busy else None,
+            "devices": self.devices.uuids,
+            "restarts": self.restarts,
+            "error": self.error,
+            "problems": problems,
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether the child has work, and so shows progress."""
+        return self.child is not None and (self.given is not None or not self.assigned)
 
     def beat(self, state: Any) -> Assignment | None:
         """Renews the registration; returns the current assignment."""
@@ -88,9 +155,11 @@ class Agent:
             assignment=self.given.id if self.given else "",
             child=self.child.pid if self.child else 0,
             restarts=self.restarts,
-            error=self.error,
+            error=self.error if self.devices.ready else self.devices.why_not(),
             components=self.components,
             threads=self.settings.threads,
+            devices=self.devices.uuids,
+            storage=self.storage,
             beat=time.time(),
         )
         with self.client.pipeline(transaction=False) as pipe:
@@ -107,7 +176,9 @@ class Agent:
             self.drop_child("assignment ended")
         if self.child is not None and (code := self.child.poll()) is not None:
             self.ended(code)
-        if self.child is None and self.backoff.ready:
+        if self.busy and (silent := self.progress.age_s()) > self.settings.hang_s:
+            self.hung(silent)
+        if self.child is None and self.devices.ready and self.backoff.ready:
             self.child = self.spawn()
             self.given = None
         if self.assigned and assignment is not None and self.given is None and self.child is not None:
@@ -118,11 +189,14 @@ class Agent:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{os.environ.get(LABEL, self.name)}.child.log" if folder else None
-        return Child([sys.executable, "-m", self.module], self.env, path, pipe=self.assigned)
+        env = dict(os.environ) | self.devices.environment() | {PROGRESS: str(self.progress.path)}
+        self.progress.begin()
+        return Child([sys.executable, "-m", self.module], env, path, pipe=self.assigned)
 
     def give(self, assignment: Assignment) -> None:
         assert self.child is not None
         line = msgspec.json.encode({"assignment": msgspec.to_builtins(assignment), "agent": self.name})
+        self.progress.begin()
         if self.child.send(line + b"\n"):
             self.given = assignment
             log.info("assigned: %s %s", assignment.role, assignment.track, extra={"job": assignment.job})
@@ -136,6 +210,20 @@ class Agent:
             self.restarts += 1
             self.error = f"child ended with {_named(code)}"
             log.warning("%s; next start in %.1f s", self.error, delay)
+        self.child, self.given = None, None
+
+    def hung(self, silent: float) -> None:
+        """The child lives and does nothing: it is ended, and what it held goes on elsewhere."""
+        self.restarts += 1
+        self.error = f"child ended: it had shown no progress for {silent:.0f} s"
+        log.warning("%s", self.error)
+        self.end_child()
+
+    def end_child(self) -> None:
+        """At once; reap() collects it."""
+        if self.child is not None:
+            self.child.kill()
+            self.ending.append((self.child, time.monotonic()))
         self.child, self.given = None, None
 
     def drop_child(self, why: str) -> None:
@@ -162,6 +250,8 @@ class Agent:
         while self.ending:
             self.reap()
             time.sleep(0.05)
+        self.devices.release()
+        self.progress.close()
         try:
             with self.client.pipeline() as pipe:
                 pipe.delete(keys.worker(self.name), keys.assignment(self.name))

@@ -28,7 +28,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     since: float
-    state: Literal["idle", "working", "draining"] = "idle"
+    state: Literal["waiting", "idle", "working", "draining"] = "idle"
+    """`waiting`: for a device to become free; it gets no job meanwhile."""
     job: str = ""
     assignment: str = ""
     child: int = 0
@@ -39,5 +40,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     components: tuple[str, ...] = ()
     """Engines, scorers or algorithms that it can run."""
     threads: int = 1
+    devices: tuple[str, ...] = ()
+    """UUIDs of the devices that it leases; its child sees them alone."""
+    storage: str = ""
+    """Of its state and body folders: services that work for one job must have the same."""
     beat: float = 0.0
     """time.time() of the last beat."""

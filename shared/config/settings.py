@@ -48,6 +48,18 @@ class Settings:
     """Base address of an OpenTelemetry collector (OTLP over HTTP) that gets spans; None: nobody does."""
     score: str | None = None
     """`host:port` where the reward service answers `POST /score`; None: it does not."""
+    token: str | None = None
+    """A token of the HTTP API with every right, besides those of the file: how a container is told its one."""
+    health: str | None = None
+    """`host:port` where an agent tells of its progress; None: nowhere."""
+    hang_s: float = 600.0
+    """An agent starts a child again that has shown no progress for so long."""
+    devices: str = "auto"
+    """The devices that agents may lease (see shared.agent.devices)."""
+    device_count: int | None = None
+    """How many devices an agent leases; None: what its service usually needs, where the host has devices."""
+    device_share: int = 1
+    """Agents that may hold the same device; they must take turns, as synchronous training does."""
 
     def weights(self, job: str) -> Path:
         return self.state / "jobs" / job / "weights"
@@ -104,5 +116,11 @@ def from_environment() -> Settings:
         scorer_urls=tuple(url for url in os.environ.get("UNIMESH_SCORER_URLS", "").split(",") if url),
         otlp=os.environ.get("UNIMESH_OTLP") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None,
         score=os.environ.get("UNIMESH_SCORE") or None,
+        token=os.environ.get("UNIMESH_TOKEN") or None,
+        health=os.environ.get("UNIMESH_HEALTH") or None,
+        hang_s=float(os.environ.get("UNIMESH_HANG_S", "600")),
+        devices=os.environ.get("UNIMESH_DEVICES", "auto"),
+        device_count=int(count) if (count := os.environ.get("UNIMESH_DEVICE_COUNT")) else None,
+        device_share=int(os.environ.get("UNIMESH_DEVICE_SHARE", "1")),
         most_request_bytes=int(os.environ.get("UNIMESH_MOST_REQUEST_BYTES", str(16 << 20))),
     )

@@ -16,6 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.config.settings import Settings
+
 Scope = Literal["read", "submit", "admin"]
 SCOPES: tuple[Scope, ...] = ("read", "submit", "admin")
 """Each may do what those before it may."""
@@ -41,6 +43,24 @@ def add(path: Path, token: Token) -> None:
         os.write(descriptor, msgspec.json.encode(token) + b"\n")
     finally:
         os.close(descriptor)
+
+
+SHORTEST = 16
+"""Characters of a token that somebody chose by hand."""
+
+
+def known(settings: Settings) -> list[Token] | None:
+    """The tokens that a service takes: those of its file, and the one that its environment gives every right. None: it asks for
+    none. ValueError for a file that holds something else, and for a token that could be guessed.
+    """
+    if settings.tokens is None and settings.token is None:
+        return None
+    found = [] if settings.tokens is None else read(settings.tokens)
+    if settings.token is not None:
+        if len(settings.token) < SHORTEST:
+            raise ValueError(f"UNIMESH_TOKEN has {len(settings.token)} characters: must have at least {SHORTEST}")
+        found.append(Token("UNIMESH_TOKEN", "admin", _digest(settings.token)))
+    return found
 
 
 def read(path: Path) -> list[Token]:

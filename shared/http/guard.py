@@ -123,5 +123,5 @@ def needed(method: str, path: str) -> tokens.Scope:
 
 def check_listening(host: str, settings: Settings) -> None:
     """ValueError for an address that others can reach, without tokens."""
-    if settings.tokens is None and not (host == "localhost" or ipaddress.ip_address(host).is_loopback):
-        raise ValueError(f"without tokens the API listens on loopback only, not on {host}: set UNIMESH_TOKENS")
+    if tokens.known(settings) is None and not (host == "localhost" or ipaddress.ip_address(host).is_loopback):
+        raise ValueError(f"without tokens the API listens on loopback only, not on {host}: set UNIMESH_TOKENS or UNIMESH_TOKEN")

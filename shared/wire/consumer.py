@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import redis
 
-from shared.files import when_there_is_space
+from shared.files import waiting_for_space, when_there_is_space
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY, BLOCK_MS, answered
 from shared.wire.codec import pack
@@ -99,6 +99,11 @@ class Consumer:
 
     def stop(self) -> None:
         self.stopping.set()
+
+    def getting_on(self) -> bool:
+        """Whether nothing is in hand, or it makes progress, or waits to be committed."""
+        stalled = time.monotonic() - self.handler.progressed() > self.policy.stall_s
+        return not stalled or waiting_for_space() or all(future.done() for future in list(self.in_hand))
 
     # taking ---------------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ JOBS = "unimesh:jobs"
 """Hash: job id → the summary that lists are made of (msgpack)."""
 NAMES = "unimesh:names"
 """Hash: name → the newest job that bears it."""
+UNFILLED = "unimesh:unfilled"
+"""Hash: job → why a place for one of its workers has nobody."""
 WORKERS = "unimesh:workers"
 """Set: names of registered workers; one whose key has expired is gone."""
 
@@ -23,6 +25,11 @@ def worker(name: str) -> str:
 def assignment(name: str) -> str:
     """String: what the controller assigned to the worker (msgpack); absent = nothing."""
     return f"unimesh:assignment:{name}"
+
+
+def device(uuid: str, slot: int) -> str:
+    """String with a time to live: the agent that holds a device (in one of the places that sharers have)."""
+    return f"unimesh:device:{uuid}:{slot}"
 
 
 def idempotency(key: str) -> str:

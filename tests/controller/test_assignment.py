@@ -23,7 +23,7 @@ A, B = Wanted("a", "rollout", "policy"), Wanted("b", "rollout", "policy")
 
 def changes(workers: list[Worker], had: dict[str, Assignment], wanted: list[Wanted]) -> dict[str, str | None]:
     ids = count()
-    found = assign(workers, had, wanted, lambda: f"id{next(ids)}")
+    found = assign(workers, had, wanted, lambda: f"id{next(ids)}").changes
     return {name: given.job if given else None for name, given in found.items()}
 
 

@@ -36,8 +36,7 @@ def make_app(settings: Settings, mesh: Callable[[], Mesh] | None = None) -> Fast
 
     app = FastAPI(title="UniMesh", version="1", lifespan=lifespan)
     problem.install(app)
-    known = None if settings.tokens is None else tokens.read(settings.tokens)
-    app.add_middleware(Guard, known=known, most_bytes=settings.most_request_bytes)
+    app.add_middleware(Guard, known=tokens.known(settings), most_bytes=settings.most_request_bytes)
     for router in (events_router(core), samples_router(core), jobs_router(core), about_router(core), catalogue_router()):
         app.include_router(router, responses=problem.documented())
     examples.install(app)

@@ -10,10 +10,10 @@ from services.rollout.engines.base import Engine
 
 def transformers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> Engine:
     from services.rollout.engines.transformers_engine import TransformersEngine
-    from shared.models.ar.bundle import load
+    from shared.models.ar.bundle import load, placed
 
     model = recipe["model"]
-    return TransformersEngine(load(files, weights, model["dtype"], model["attention"]), params)
+    return TransformersEngine(placed(load(files, weights, model["dtype"], model["attention"])), params)
 
 
 ENGINES: dict[str, Callable[[dict[str, Any], Any, Any, Any], Engine]] = {"transformers": transformers}

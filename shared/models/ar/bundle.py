@@ -56,6 +56,13 @@ def load(files: Path, weights: Path | None, dtype: str = "float32", attention: s
     return Bundle(model, tokenizer, pad if isinstance(pad, int) else 0)
 
 
+def placed(bundle: Bundle) -> Bundle:
+    """The model on this process's device: the first that its agent leased (or the rank's own), else the CPU."""
+    if torch.cuda.is_available():
+        bundle.model.to("cuda")
+    return bundle
+
+
 @torch.no_grad()
 def assign(model: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Copies a version's tensors into the model in place. ValueError names what is missing or does not fit."""

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Stand-ins for the public base images where no image registry is reached: base_images.sh BASE_TAG REDIS_TAG.
+# Debian + Python, and the same + Debian's redis-server, made by debootstrap from the machine's own package sources; once.
+set -euo pipefail
+base=${1:?tag of the base image}
+redis=${2:?tag of the Redis image}
+known() { docker image inspect "$1" >/dev/null 2>&1; }
+known "$base" && known "$redis" && exit 0
+. /etc/os-release
+uri=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/*.sources 2>/dev/null || true)
+[ -n "$uri" ] || uri=$(awk '$1 == "deb" {print $(NF - 2); exit}' /etc/apt/sources.list)
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+layer() {
+  rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
+  tar -C "$root" -c . | docker import --change 'ENV LANG=C.UTF-8' --change 'CMD ["python3"]' - "$1" >/dev/null
+}
+debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$VERSION_CODENAME" "$root" "$uri" >/dev/null
+layer "$base"
+chroot "$root" sh -c 'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server' >/dev/null
+layer "$redis"

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# The Docker engine that the tests use: engine.sh start|stop|env|able [FOLDER].
+# An engine that answers already is taken as it is. Otherwise, as root, a private one is started: its socket, pid file and data
+# live in FOLDER (default: unimesh/docker in the user's cache, so that
+# base images and layers are made once), and what it needs is installed from the machine's own Debian packages.
+set -euo pipefail
+folder=$(realpath -m "${2:-${XDG_CACHE_HOME:-$HOME/.cache}/unimesh/docker}")
+host=unix://$folder/docker.sock
+answers() { DOCKER_HOST=$1 timeout 10 docker info >/dev/null 2>&1; }
+given() { [ ! -S "$folder/docker.sock" ] && timeout 10 docker info >/dev/null 2>&1; }
+
+able() { # why a private engine cannot run here, or nothing
+  [ "$(id -u)" = 0 ] || { echo "needs root, or a Docker engine that answers"; return; }
+  # CAP_SYS_ADMIN is bit 21, CAP_NET_ADMIN bit 12
+  local mask=$((16#$(awk '/^CapEff:/ {print $2}' /proc/self/status)))
+  (((mask >> 21 & 1) && (mask >> 12 & 1))) || echo "this machine gives no right to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)"
+}
+
+install() {
+  local wanted=()
+  command -v dockerd >/dev/null && command -v docker >/dev/null && command -v iptables >/dev/null || wanted+=(docker.io iptables)
+  command -v docker-compose >/dev/null || docker compose version >/dev/null 2>&1 || wanted+=(docker-compose)
+  command -v debootstrap >/dev/null || wanted+=(debootstrap)
+  [ ${#wanted[@]} = 0 ] && return
+  apt-get update -qq >/dev/null
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${wanted[@]}" >/dev/null
+}
+
+case ${1:?start, stop, env or able} in
+able) given || able ;;
+env) given || echo "export DOCKER_HOST=$host" ;;
+start)
+  given && exit 0
+  why=$(able)
+  [ -z "$why" ] || { echo "no Docker engine: $why" >&2; exit 1; }
+  install
+  mkdir -p "$folder"
+  answers "$host" && exit 0
+  nohup setsid dockerd --host "$host" --data-root "$folder/data" --exec-root "$folder/exec" --pidfile "$folder/dockerd.pid" \
+    --log-level warn >"$folder/dockerd.log" 2>&1 </dev/null &
+  for _ in $(seq 60); do answers "$host" && exit 0; sleep 0.5; done
+  tail -n 5 "$folder/dockerd.log" >&2
+  echo "dockerd did not start, see $folder/dockerd.log" >&2
+  exit 1 ;;
+stop)
+  [ -f "$folder/dockerd.pid" ] || exit 0
+  pid=$(cat "$folder/dockerd.pid")
+  kill "$pid" 2>/dev/null || exit 0
+  for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || exit 0; sleep 0.2; done
+  echo "dockerd $pid has not ended" >&2
+  exit 1 ;;
+esac

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 from shared import logs
 from shared.agent.process import guard_parent, take_turns
@@ -31,6 +33,7 @@ def main() -> None:
         check_server(connect(settings.redis_url))
     except (RedisUnfit, ValueError) as error:
         raise SystemExit(str(error)) from error
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn drains, and then raises the signal again
     app = make_app(settings, lambda: Mesh(lambda: connect(settings.redis_url), settings))
     uvicorn.run(app, host=args.host, port=args.port, log_config=None, access_log=False, timeout_graceful_shutdown=5)
 

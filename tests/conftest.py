@@ -18,18 +18,43 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a Redis of the tests' own: the embedded server, or with UNIMESH_TEST_REDIS=container one in Docker."""
+    how = os.environ.get("UNIMESH_TEST_REDIS", "embedded")
+    if how == "container":
+        yield from _container()
+        return
+    assert how == "embedded", f"UNIMESH_TEST_REDIS={how!r}: must be embedded or container"
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.start()
-    yield server
+    yield server.url
     server.kill()
 
 
+def _container() -> Iterator[str]:
+    """Of the image REDIS_IMAGE, started as compose.yaml starts it. Its reaper is off: its image cannot be had everywhere."""
+    os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"  # before the import
+    from testcontainers.core.container import DockerContainer
+    from testcontainers.core.wait_strategies import LogMessageWaitStrategy
+
+    start = Path(__file__).resolve().parents[1] / "deploy" / "redis" / "start.sh"
+    server = (
+        DockerContainer(os.environ.get("REDIS_IMAGE", "redis:7"))
+        .with_volume_mapping(str(start), "/start.sh", "ro")
+        .with_tmpfs_mount("/data")
+        .with_command("sh /start.sh")
+        .with_exposed_ports(6379)
+        .waiting_for(LogMessageWaitStrategy("Ready to accept connections"))
+    )
+    with server:
+        yield f"redis://{server.get_container_host_ip()}:{server.get_exposed_port(6379)}/0"
+
+
 @pytest.fixture
-def redis_url(redis_server: RedisServer) -> Iterator[str]:
+def redis_url(redis_server: str) -> Iterator[str]:
     """An empty database."""
-    connect(redis_server.url).flushall()
-    yield redis_server.url
+    connect(redis_server).flushall()
+    yield redis_server
 
 
 @pytest.fixture

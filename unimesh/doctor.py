@@ -197,7 +197,7 @@ def _health(settings: Settings) -> Finding:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, int(port)))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             return Finding("health port", False, f"{settings.health}: {error}", "UNIMESH_HEALTH is host:port, of a free port")
     return Finding("health port", True, settings.health)
 

@@ -94,6 +94,16 @@ def unable(worker: Worker, place: Wanted, storage: str) -> str:
     return ""
 
 
+def unserved(workers: Sequence[Worker], wanted: Sequence[Wanted]) -> dict[str, str]:
+    """Job → one of its scorers that no reward agent serves."""
+    serving = {name for w in workers if w.service == "reward" and w.state != "waiting" for name in w.components}
+    return {
+        place.job: f"scorer {place.track}: no reward agent serves {place.component} (UNIMESH_SCORERS)"
+        for place in wanted
+        if place.role == "reward" and place.component not in serving
+    }
+
+
 def _nobody(place: Wanted, workers: Sequence[Worker], free: Sequence[Worker], storage: str) -> str:
     """Why a place has no worker, for people."""
     own = [w for w in workers if w.service == place.role]
@@ -148,13 +158,16 @@ class Registry:
             log.warning("assignments: the lease runs out by itself")
 
     def step(self) -> None:
-        workers = [w for w in read_workers(self.client) if w.service != "reward"]
+        everybody, places = read_workers(self.client), self.wanted()
+        workers = [w for w in everybody if w.service != "reward"]
         held: dict[str, Assignment] = {}
         for worker in workers:
             packed = self.client.get(names.assignment(worker.name))
             if packed is not None:
                 held[worker.name] = unpack(packed, Assignment)
-        changes, unfilled = assign(workers, held, self.wanted(), lambda: uuid4().hex, self.storage)
+        assigned = [place for place in places if place.role != "reward"]
+        changes, unfilled = assign(workers, held, assigned, lambda: uuid4().hex, self.storage)
+        unfilled = unserved(everybody, places) | unfilled
         if unfilled != self.unfilled:
             self._tell(unfilled)
         for name, assignment in changes.items():

@@ -15,6 +15,7 @@ from services.controller.jobs import JobDoc, load_doc, open_job, phase_of
 from services.controller.runner import Runner
 from shared.agent.storage import storage_id
 from shared.config.problems import BadInput
+from shared.config.sections import scorers_of
 from shared.config.settings import Settings
 from shared.wire.bodies import open_bodies
 from shared.wire.client import AWAY
@@ -135,10 +136,11 @@ class Mesh:
 
 
 def places_of(doc: JobDoc) -> list[Wanted]:
+    """Its trainer, its rollouts, and a place for each scorer: those are not assigned, but somebody must serve them."""
     found = [Wanted(doc.id, "trainer", "", doc.recipe["algorithm"]["name"], int(doc.recipe["placement"]["trainer_ranks"]))]
     engine = doc.recipe["rollout"]["engine"]["name"] if doc.plan.route else ""
     for stage in doc.plan.route:
         service, _, track = stage.partition(".")
         if service == "rollout":
             found += [Wanted(doc.id, "rollout", track, engine)] * int(doc.recipe["placement"]["rollout"])
-    return found
+    return found + [Wanted(doc.id, "reward", name, scorer.name) for name, scorer in scorers_of(doc.recipe).items()]

@@ -14,6 +14,7 @@ import msgspec
 import redis
 
 from services.reward.handler import ScoreHandler
+from services.reward.served import served
 from shared import logs
 from shared.agent.health import Watch, show_progress
 from shared.agent.process import StopFlag, guard_parent, take_turns
@@ -54,7 +55,7 @@ class Stream:
 class Watcher:
     """Starts a stream for each scorer that this child serves, and stops those of jobs that have ended."""
 
-    def __init__(self, settings: Settings, served: frozenset[str] | None) -> None:
+    def __init__(self, settings: Settings, served: frozenset[str]) -> None:
         self.settings, self.served = settings, served
         self.client = connect(settings.redis_url)
         self.streams: dict[tuple[str, str], Stream] = {}
@@ -106,7 +107,7 @@ class Watcher:
             if packed is None:
                 return []
             self.scorers[job] = scorers_of(msgspec.msgpack.decode(packed)["recipe"])
-        return [name for name, s in self.scorers[job].items() if self.served is None or s.name in self.served]
+        return [name for name, s in self.scorers[job].items() if s.name in self.served]
 
     def _start(self, job: str, name: str) -> None:
         try:
@@ -125,9 +126,8 @@ def main() -> None:
     guard_parent()
     take_turns()
     logs.begin("reward", worker=f"{socket.gethostname()}-{os.getpid()}")
-    names = os.environ.get("UNIMESH_SCORERS", "")
     settings = from_environment()
-    watcher = Watcher(settings, frozenset(names.split(",")) if names else None)
+    watcher = Watcher(settings, frozenset(served()))
     signal.signal(signal.SIGTERM, lambda *_: watcher.stopping.set())
     stop = _serve(settings)
     show_progress(watcher.getting_on)

@@ -82,7 +82,7 @@ class Agent:
         if self.settings.health is not None:
             try:
                 serve_health(self.settings.health, self.health)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, OverflowError) as error:
                 raise SystemExit(f"UNIMESH_HEALTH={self.settings.health}: {error}; it is host:port, of a free port") from error
         while not self.stopping.is_set():
             try:

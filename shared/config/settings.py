@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from shared.config.problems import bad
 
+T = TypeVar("T", int, float)
 ADDRESSES = ("url", "base_url")
 """Parameters of scorers that hold an address."""
 
@@ -100,7 +101,21 @@ def child_threads(document: dict[str, Any], settings: Settings) -> int:
     return max(1, settings.threads // 2) if overlaps else settings.threads
 
 
+def _number(name: str, default: T, least: T) -> T:
+    """A number of the environment, of the default's kind; empty means the default."""
+    value = os.environ.get(name, "")
+    kind: Any = type(default)
+    try:
+        found: T = kind(value) if value else default
+    except ValueError:
+        found = least - 1
+    if not found >= least:
+        raise SystemExit(f"{name}={value!r}: must be a {'whole ' if kind is int else ''}number, at least {least}")
+    return found
+
+
 def from_environment() -> Settings:
+    """SystemExit names the variable that cannot be."""
     state = Path(os.environ.get("UNIMESH_STATE", ".unimesh")).resolve()
     roots = tuple(Path(p).resolve() for p in os.environ.get("UNIMESH_ROOTS", "").split(os.pathsep) if p)
     logs = os.environ.get("UNIMESH_LOGS")
@@ -109,18 +124,18 @@ def from_environment() -> Settings:
         state=state,
         roots=(*roots, state),
         bodies=os.environ.get("UNIMESH_BODIES", f"dir:{state / 'bodies'}"),
-        threads=int(os.environ.get("UNIMESH_THREADS", "0")) or max(1, os.cpu_count() or 1),
+        threads=_number("UNIMESH_THREADS", 0, 0) or max(1, os.cpu_count() or 1),
         logs=Path(logs) if logs else None,
-        lease_s=float(os.environ.get("UNIMESH_LEASE_S", "15")),
+        lease_s=_number("UNIMESH_LEASE_S", 15.0, 0.1),
         tokens=Path(tokens) if (tokens := os.environ.get("UNIMESH_TOKENS")) else None,
         scorer_urls=tuple(url for url in os.environ.get("UNIMESH_SCORER_URLS", "").split(",") if url),
         otlp=os.environ.get("UNIMESH_OTLP") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None,
         score=os.environ.get("UNIMESH_SCORE") or None,
         token=os.environ.get("UNIMESH_TOKEN") or None,
         health=os.environ.get("UNIMESH_HEALTH") or None,
-        hang_s=float(os.environ.get("UNIMESH_HANG_S", "600")),
+        hang_s=_number("UNIMESH_HANG_S", 600.0, 1.0),
         devices=os.environ.get("UNIMESH_DEVICES", "auto"),
-        device_count=int(count) if (count := os.environ.get("UNIMESH_DEVICE_COUNT")) else None,
-        device_share=int(os.environ.get("UNIMESH_DEVICE_SHARE", "1")),
-        most_request_bytes=int(os.environ.get("UNIMESH_MOST_REQUEST_BYTES", str(16 << 20))),
+        device_count=_number("UNIMESH_DEVICE_COUNT", 0, 0) if os.environ.get("UNIMESH_DEVICE_COUNT") else None,
+        device_share=_number("UNIMESH_DEVICE_SHARE", 1, 1),
+        most_request_bytes=_number("UNIMESH_MOST_REQUEST_BYTES", 16 << 20, 1024),
     )

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ class Deployment:
             done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=self.env, capture_output=True, text=True, check=False)
         else:
             words = command.replace("docker compose", self.compose)
-            done = subprocess.run(["bash", "-c", words], cwd=self.folder, env=self.env, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["bash", "-c", words], cwd=self.folder, env=self.env, capture_output=True, text=True, check=False
+            )
         assert done.returncode == expect, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
@@ -133,7 +136,7 @@ class Deployment:
             assert view["state"] not in ("failed", "cancelled"), (view, self.logs())
             return view if view["step"] >= step or view["state"] == "done" else None
 
-        return until(there, patience_s, f"step {step} of {job}", lambda: f"{self.job(job)}\n{self.logs()}")
+        return dict(until(there, patience_s, f"step {step} of {job}", lambda: f"{self.job(job)}\n{self.logs()}"))
 
     def done(self, job: str) -> dict[str, Any]:
         def there() -> dict[str, Any] | None:
@@ -141,7 +144,7 @@ class Deployment:
             assert view["state"] not in ("failed", "cancelled"), (view, self.logs())
             return view if view["state"] == "done" else None
 
-        return until(there, 300, f"the end of {job}", lambda: f"{self.job(job)}\n{self.logs()}")
+        return dict(until(there, 300, f"the end of {job}", lambda: f"{self.job(job)}\n{self.logs()}"))
 
     def workers(self, service: str) -> list[dict[str, Any]]:
         return [w for w in self.get("/v1/workers") if w["service"] == service]
@@ -149,7 +152,7 @@ class Deployment:
     def wait_up(self) -> None:
         """Every service has an agent that works or waits for a job."""
         for service in ("rollout", "reward", "trainer"):
-            until(lambda name=service: self.workers(name), 120, f"a {service}", self.logs)
+            until(partial(self.workers, service), 120, f"a {service}", self.logs)
 
     def logs(self) -> str:
         words = [*self.compose.split(), "logs", "--no-color", "--tail", "40"]
@@ -177,5 +180,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-

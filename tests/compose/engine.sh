@@ -1,13 +1,31 @@
 #!/usr/bin/env bash
 # The Docker engine that the tests use: engine.sh start|stop|env|able [FOLDER].
 # An engine that answers already is taken as it is. Otherwise, as root, a private one is started: its socket, pid file and data
-# live in FOLDER (default: unimesh/docker in the user's cache, so that
-# base images and layers are made once), and what it needs is installed from the machine's own Debian packages.
+# live in FOLDER (default: unimesh/docker in the user's cache, so that base images and layers are made once), and what it needs
+# is installed from the machine's own Debian packages. It stays up for the next run; stop ends it, and with it its containers.
 set -euo pipefail
 folder=$(realpath -m "${2:-${XDG_CACHE_HOME:-$HOME/.cache}/unimesh/docker}")
 host=unix://$folder/docker.sock
 answers() { DOCKER_HOST=$1 timeout 10 docker info >/dev/null 2>&1; }
 given() { [ ! -S "$folder/docker.sock" ] && timeout 10 docker info >/dev/null 2>&1; }
+
+own_pid() { # of the private engine, if it runs; a file that outlived its process may name any other
+  local pid
+  pid=$(cat "$folder/dockerd.pid" 2>/dev/null) || return 1
+  tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q -- "--data-root $folder/data" && echo "$pid"
+}
+
+tidy() { # what an engine that was killed left: its containerd and shims, their mounts, sockets and pid files
+  local file pid mount
+  for file in /proc/[0-9]*/cmdline; do
+    if tr '\0' ' ' 2>/dev/null <"$file" | grep -q -- "$folder/exec"; then
+      pid=${file#/proc/}
+      kill -9 "${pid%/cmdline}" 2>/dev/null || true
+    fi
+  done
+  for mount in $(awk -v at="$folder/" 'index($2, at) == 1 {print $2}' /proc/mounts | sort -r); do umount -l "$mount" || true; done
+  rm -rf "$folder/exec" "$folder/dockerd.pid" "$folder/docker.sock"
+}
 
 able() { # why a private engine cannot run here, or nothing
   [ "$(id -u)" = 0 ] || { echo "needs root, or a Docker engine that answers"; return; }
@@ -36,6 +54,7 @@ start)
   install
   mkdir -p "$folder"
   answers "$host" && exit 0
+  own_pid >/dev/null || tidy
   nohup setsid dockerd --host "$host" --data-root "$folder/data" --exec-root "$folder/exec" --pidfile "$folder/dockerd.pid" \
     --log-level warn >"$folder/dockerd.log" 2>&1 </dev/null &
   for _ in $(seq 60); do answers "$host" && exit 0; sleep 0.5; done
@@ -43,9 +62,8 @@ start)
   echo "dockerd did not start, see $folder/dockerd.log" >&2
   exit 1 ;;
 stop)
-  [ -f "$folder/dockerd.pid" ] || exit 0
-  pid=$(cat "$folder/dockerd.pid")
-  kill "$pid" 2>/dev/null || exit 0
+  pid=$(own_pid) || exit 0
+  kill "$pid"
   for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || exit 0; sleep 0.2; done
   echo "dockerd $pid has not ended" >&2
   exit 1 ;;

@@ -6,6 +6,7 @@ import os
 import signal
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -62,7 +63,7 @@ def test_it_comes_up_as_it_should(deployment: Deployment) -> None:
         found = "import importlib.util as u; print([bool(u.find_spec(n)) for n in ('torch', 'transformers')])"
         heavy = service in ("rollout-cpu", "trainer-cpu")
         assert deployment.docker("exec", container, "python", "-c", found) == str([heavy, heavy]), service
-        until(lambda c=container: deployment.state(c)["Health"]["Status"] == "healthy", 60, f"{service} is healthy")
+        until(partial(_healthy, deployment, container), 60, f"{service} is healthy")
     assert "ok   token: 1 known" in deployment.run("docker compose exec -T controller unimesh doctor --service controller")
     for command in ("unimesh jobs", "unimesh status"):
         deployment.run(f"docker compose exec -T controller {command}")
@@ -112,8 +113,12 @@ def test_the_demo_learns_while_services_are_killed_and_scaled(deployment: Deploy
 
 def test_scorers_scale_by_themselves(deployment: Deployment) -> None:
     deployment.run("docker compose up -d --no-recreate --scale reward-math=2 reward-math")
-    served = lambda: [w for w in deployment.workers("reward") if set(w["components"]) == {"math_verify", "reasoning_gym"}]  # noqa: E731
-    until(lambda: len(served()) == 2, 60, "two agents that serve mathematics alone")
+
+    def both() -> bool:
+        serving = [set(w["components"]) for w in deployment.workers("reward")]
+        return serving.count({"math_verify", "reasoning_gym"}) == 2
+
+    until(both, 60, "two agents that serve mathematics alone")
     deployment.docker("rm", "--force", *deployment.containers("reward-math"))
 
 
@@ -162,6 +167,10 @@ def test_stopping_drains_and_jobs_move(deployment: Deployment, env: dict[str, st
 
 def test_the_guide_holds_what_was_run(deployment: Deployment) -> None:
     assert set(commands()) == set(deployment.ran)
+
+
+def _healthy(deployment: Deployment, container: str) -> bool:
+    return bool(deployment.state(container)["Health"]["Status"] == "healthy")
 
 
 def _scorers(deployment: Deployment, job: str) -> list[dict[str, int]]:

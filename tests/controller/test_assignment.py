@@ -6,7 +6,7 @@ from itertools import count
 
 import msgspec
 
-from services.controller.assignment import Wanted, assign
+from services.controller.assignment import Wanted, assign, unserved
 from shared.agent.registry import Assignment, Worker
 
 
@@ -58,3 +58,12 @@ def test_a_worker_gets_only_what_it_can_run() -> None:
 
 def test_two_places_of_one_kind_take_two_workers() -> None:
     assert changes([worker("x"), worker("y", since=1), worker("z", since=2)], {}, [A, A]) == {"x": "a", "y": "a"}
+
+
+def test_a_scorer_that_nobody_serves_is_named() -> None:
+    places = [Wanted("a", "reward", "main", "math_verify"), Wanted("b", "reward", "main", "length")]
+    serving = msgspec.structs.replace(worker("r", "reward"), components=("length",))
+    assert unserved([serving], places) == {
+        "a": "scorer main: no reward agent serves math_verify (UNIMESH_SCORERS)",
+    }
+    assert set(unserved([], places)) == {"a", "b"}

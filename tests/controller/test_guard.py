@@ -17,7 +17,7 @@ from services.controller.api.app import make_app
 from shared.config import tokens
 from shared.config.settings import Settings
 from shared.config.tokens import Scope
-from shared.http.guard import MOST_WRONG, WINDOW_S, Failures
+from shared.http.guard import MOST_WRONG, WINDOW_S, Failures, check_listening
 from unimesh.doctor import examine
 
 
@@ -69,6 +69,29 @@ def test_tokens_are_kept_as_hashes_that_only_their_owner_reads(served: Served) -
     text = served.path.read_text()
     assert all(secret not in text for secret in served.secrets.values()) and text.count("sha256") == 3
     assert stat.S_IMODE(served.path.stat().st_mode) == 0o600
+
+
+def test_the_environments_token_has_every_right_beside_the_files(settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    secret, kept = tokens.fresh("a reader", "read")
+    tokens.add(path, kept)
+    assert tokens.known(settings) is None
+    known = tokens.known(replace(settings, tokens=path, token="chosen-by-hand-1234"))
+    assert known is not None and [token.scope for token in known] == ["read", "admin"]
+    both = [tokens.match(word, known) for word in (secret, "chosen-by-hand-1234", "chosen-by-hand-1235", "")]
+    assert [token.name if token else None for token in both] == ["a reader", "UNIMESH_TOKEN", None, None]
+    with pytest.raises(ValueError, match="has 6 characters: must have at least 16"):
+        tokens.known(replace(settings, token="secret"))
+
+
+def test_without_any_token_only_loopback_is_listened_on(settings: Settings) -> None:
+    """A container listens on all addresses, so it always needs one."""
+    for host in ("0.0.0.0", "::", "10.1.2.3"):
+        with pytest.raises(ValueError, match="set UNIMESH_TOKENS or UNIMESH_TOKEN"):
+            check_listening(host, settings)
+        check_listening(host, replace(settings, token="chosen-by-hand-1234"))
+    check_listening("127.0.0.1", settings)
+    check_listening("localhost", settings)
 
 
 def test_a_broken_token_file_is_named(tmp_path: Path) -> None:

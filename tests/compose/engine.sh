@@ -19,8 +19,9 @@ tidy() { # what an engine that was killed left: its containerd and shims, their 
   local file pid mount
   for file in /proc/[0-9]*/cmdline; do
     if tr '\0' ' ' 2>/dev/null <"$file" | grep -q -- "$folder/exec"; then
-      pid=${file#/proc/}
-      kill -9 "${pid%/cmdline}" 2>/dev/null || true
+      pid=${file#/proc/} pid=${pid%/cmdline}
+      pkill -KILL -P "$pid" || true # a container's own process
+      kill -KILL "$pid" 2>/dev/null || true
     fi
   done
   for mount in $(awk -v at="$folder/" 'index($2, at) == 1 {print $2}' /proc/mounts | sort -r); do umount -l "$mount" || true; done

@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 SEED ?= 0
 MODEL ?= tiny
+# cuda: torch's CUDA build, its libraries too
+DEVICE ?= cpu
 
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
@@ -17,6 +19,7 @@ $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "UniMesh needs Python 3.11 or newer; set PYTHON=" && exit 1)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-deps -r requirements/torch.txt
+	$(if $(filter cuda,$(DEVICE)),$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/cuda.txt)
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/dev.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $(STAMP)
@@ -50,8 +53,7 @@ check: setup .venv/.extras
 bench: setup .venv-bench/.installed
 	$(BIN)/python -m benchmarks.mesh
 
-# the services' images: torch of this machine's kind, or DEVICE=cuda
-DEVICE ?= cpu
+# the services' images
 wheelhouse: setup
 	deploy/wheelhouse.sh $(BIN)/pip $(DEVICE)
 

@@ -18,6 +18,7 @@ from typing import IO
 import httpx
 
 from shared.agent.backoff import Backoff
+from shared.agent.devices import list_devices
 from shared.agent.process import LABEL, Child, StopFlag
 from shared.logs import rotate
 from shared.wire.server import RedisServer
@@ -136,7 +137,14 @@ class EmbeddedMesh:
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        return {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"} | dict(os.environ) | ours
+        given = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "UNIMESH_DEVICE_SHARE": str(self._share())}
+        return given | dict(os.environ) | ours
+
+    def _share(self) -> int:
+        """Agents on one device: where there are fewer devices than agents that want one, these take turns."""
+        devices = len(list_devices(os.environ.get("UNIMESH_DEVICES", "auto")))
+        wanted = self.shape.rollout + self.shape.trainer
+        return max(1, -(-wanted // devices)) if devices else 1
 
     def _add(self, name: str, module: list[str], env: Mapping[str, str]) -> None:
         own = dict(env) | {LABEL: name}

@@ -123,7 +123,7 @@ class Leases:
         for slot in range(self.share):
             for device in sorted(self.lister(), key=lambda d: d.uuid):
                 key = keys.device(device.uuid, slot)
-                if device.uuid not in self.held and self._lease(key, take=True):
+                if device.uuid not in self.held and self._lease(key):
                     self.held[device.uuid] = key
                 if self.ready:
                     return True
@@ -131,8 +131,10 @@ class Leases:
         return False
 
     def renew(self) -> tuple[str, ...]:
-        """UUIDs that are not held any more: another agent may have them. The rest is then given back too."""
-        lost = tuple(uuid for uuid, key in self.held.items() if not self._lease(key, take=False))
+        """UUIDs that another agent has taken; the rest is then given back too. A lease that ran out while Redis was away, and
+        that nobody took, goes on.
+        """
+        lost = tuple(uuid for uuid, key in self.held.items() if not self._lease(key))
         if lost:
             self.held = {uuid: key for uuid, key in self.held.items() if uuid not in lost}
             self.release()
@@ -158,5 +160,5 @@ class Leases:
         """For the child: it sees what is leased, and nothing else. Hosts without devices are left as they are."""
         return {VISIBLE: ",".join(self.uuids)} if self.held or self.lister() else {}
 
-    def _lease(self, key: str, take: bool) -> bool:
-        return self.scripts.lease(key, self.owner, self.ttl_ms, take=take) == "MINE"
+    def _lease(self, key: str) -> bool:
+        return self.scripts.lease(key, self.owner, self.ttl_ms, take=True) == "MINE"

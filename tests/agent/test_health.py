@@ -15,6 +15,7 @@ import pytest
 
 from shared import files
 from shared.agent import agent as agent_module
+from shared.agent.devices import Device
 from shared.agent.health import Progress, Watch
 from shared.config.settings import Settings
 from shared.wire.client import connect
@@ -81,14 +82,16 @@ def test_a_child_without_work_need_not_show_progress(settings: Settings, folder:
 def test_an_agent_without_redis_is_not_well(tmp_path: Path, settings: Settings, folder: Path) -> None:
     server = RedisServer(tmp_path / "redis")
     server.start()
-    agent = make(replace(settings, redis_url=server.url, lease_s=1))
+    agent = make(replace(settings, redis_url=server.url, lease_s=1), lambda: [Device("GPU-0")])
     with running(agent):
-        soon(lambda: seen(agent, folder))
+        assert soon(lambda: seen(agent, folder)) == "GPU-0"
+        child = agent.child
         assert agent.health()["problems"] == []
         server.kill()
         soon(lambda: any("Redis has been away" in p for p in agent.health()["problems"]), 30)
         server.start()
         soon(lambda: agent.health()["problems"] == [], 30)
+        assert agent.child is child, "its lease ran out meanwhile, but nobody took the device"
     connect(server.url).close()
     server.kill()
 

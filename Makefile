@@ -4,8 +4,6 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 SEED ?= 0
 MODEL ?= tiny
-# cuda: torch's CUDA build, its libraries too
-DEVICE ?= cpu
 
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
@@ -19,8 +17,8 @@ $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "UniMesh needs Python 3.11 or newer; set PYTHON=" && exit 1)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-deps -r requirements/torch.txt
-	$(if $(filter cuda,$(DEVICE)),$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/cuda.txt)
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/dev.txt
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/cuda.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 
@@ -55,20 +53,18 @@ bench: setup .venv-bench/.installed
 
 # the services' images
 wheelhouse: setup
-	deploy/wheelhouse.sh $(BIN)/pip $(DEVICE)
+	deploy/wheelhouse.sh $(BIN)/pip
 
 images: wheelhouse
 	deploy/images.sh
 
 # docker compose for real, on an engine of its own where none answers
 test-compose: setup
-	$(BIN)/python -m pytest tests/compose -m compose --timeout 1500
+	tests/compose/engine.sh during $(BIN)/python -m pytest tests/compose -m compose --timeout 1500
 
 # what talks to Redis most, against a Redis in a container
 test-containers: setup
-	tests/compose/engine.sh start
-	eval "$$(tests/compose/engine.sh env)" && export REDIS_IMAGE=$${REDIS_IMAGE:-unimesh-redis:test} && \
-	  tests/compose/base_images.sh unimesh-base:test "$$REDIS_IMAGE" && UNIMESH_TEST_REDIS=container \
+	UNIMESH_TEST_REDIS=container tests/compose/engine.sh during \
 	  $(BIN)/python -m pytest tests/wire tests/rollout tests/agent/test_devices.py tests/controller/test_samples.py
 
 # TRL, to race against, in an environment of its own
@@ -85,7 +81,7 @@ test-containers: setup
 
 # everything, with its time by stage; where no engine can run, the last two stages say so
 ci:
-	@rm -f .ci/times; engine=tests/compose/engine.sh; why=$$($$engine able); trap '$$engine stop' EXIT; \
+	@rm -f .ci/times; engine=tests/compose/engine.sh; why=$$($$engine able); \
 	for stage in setup check test test-containers test-compose; do \
 	  case $$stage in test-*) if [ -n "$$why" ]; then echo "$$stage NOT RUN: $$why" | tee -a .ci/times; continue; fi ;; esac; \
 	  start=$$(date +%s); $(MAKE) --no-print-directory $$stage || exit 1; \

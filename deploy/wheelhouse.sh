@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
 # Fills build/wheelhouse/SERVICE, from which an image is built without any network: the wheels of the service's lock (checked by
-# their hashes here), torch's where it needs torch, and the project's own. wheelhouse.sh PIP [cpu|cuda]
+# their hashes here), torch's where it needs torch, and the project's own. wheelhouse.sh PIP
+# torch is of the kind that pip finds: its CPU build says so in its name, the other one brings CUDA's libraries along.
 set -euo pipefail
 pip=${1:?the pip to use}
-device=${2:-cpu}
 out=build/wheelhouse
-case $device in
-cpu) own=() ;;
-cuda) own=(requirements/cuda.txt) ;;
-*) echo "DEVICE is '$device': must be cpu or cuda" >&2; exit 1 ;;
+case $("$pip" --version) in
+*"(python 3.11)"*) ;;
+*) echo "the images hold Python 3.11, so their wheels must be made by one: make setup PYTHON=python3.11" >&2; exit 1 ;;
 esac
 
 fresh() { # FOLDER LOCK…: whether FOLDER has to be filled again; it is emptied then
   local sum
   sum=$(cat "${@:2}" | sha256sum)
-  [ "$(cat "$1/.filled" 2>/dev/null)" = "$device $sum" ] && return 1
-  rm -rf "$1" && mkdir -p "$1" && echo "$device $sum" >"$1.filled"
+  [ "$(cat "$1/.filled" 2>/dev/null)" = "$sum" ] && return 1
+  rm -rf "$1" && mkdir -p "$1" && echo "$sum" >"$1.filled"
 }
 filled() { mv "$1.filled" "$1/.filled"; }
 
@@ -23,6 +22,8 @@ if fresh "$out/torch" requirements/torch.txt; then
   "$pip" download --quiet --quiet --no-deps --dest "$out/torch" -r requirements/torch.txt
   filled "$out/torch"
 fi
+own=()
+compgen -G "$out/torch/*+cpu*" >/dev/null || own=(requirements/cuda.txt)
 for service in controller reward rollout trainer; do
   locks=("requirements/$service.txt")
   case $service in rollout | trainer) locks+=("${own[@]}") ;; esac

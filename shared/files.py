@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,13 @@ import xxhash
 
 T = TypeVar("T")
 PAUSE_S = 5.0
-_waiting = 0
+_waiting: set[int] = set()
+"""Threads that wait."""
 
 
 def waiting_for_space() -> bool:
     """Whether a thread of this process waits for a full disk: it is stuck for a reason that was told."""
-    return _waiting > 0
+    return bool(_waiting)
 
 
 def no_space(error: BaseException) -> bool:
@@ -30,7 +32,6 @@ def no_space(error: BaseException) -> bool:
 
 def when_there_is_space(act: Callable[[], T], say: Callable[[str], None]) -> T:
     """Repeats `act`, which may be repeated, until the disk has room for it; `say` is told once."""
-    global _waiting
     said = False
     try:
         while True:
@@ -41,10 +42,11 @@ def when_there_is_space(act: Callable[[], T], say: Callable[[str], None]) -> T:
                     raise
                 if not said:
                     say(f"no space left: {error}; free some, and it goes on by itself")
-                    _waiting, said = _waiting + 1, True
+                    _waiting.add(threading.get_ident())
+                    said = True
                 time.sleep(PAUSE_S)
     finally:
-        _waiting -= said
+        _waiting.discard(threading.get_ident())
 
 
 def sync(path: Path) -> None:

@@ -32,14 +32,22 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _container() -> Iterator[str]:
-    """Of the image REDIS_IMAGE, started as compose.yaml starts it. Its reaper is off: its image cannot be had everywhere."""
+    """Of the image REDIS_IMAGE, or a stand-in, started as compose.yaml does it; no reaper, which is an image too."""
+    from tests.compose.deploy import base_images, engine_environment
+
     os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"  # before the import
     from testcontainers.core.container import DockerContainer
     from testcontainers.core.wait_strategies import LogMessageWaitStrategy
 
+    image = os.environ.get("REDIS_IMAGE")
+    if image is None:
+        env = base_images(engine_environment())
+        os.environ["DOCKER_HOST"], image = env.get("DOCKER_HOST", os.environ.get("DOCKER_HOST", "")), env["REDIS_IMAGE"]
+        if not os.environ["DOCKER_HOST"]:
+            del os.environ["DOCKER_HOST"]
     start = Path(__file__).resolve().parents[1] / "deploy" / "redis" / "start.sh"
     server = (
-        DockerContainer(os.environ.get("REDIS_IMAGE", "redis:7"))
+        DockerContainer(image)
         .with_volume_mapping(str(start), "/start.sh", "ro")
         .with_tmpfs_mount("/data")
         .with_command("sh /start.sh")

@@ -29,11 +29,12 @@ def test_a_wrong_number_is_named(monkeypatch: pytest.MonkeyPatch, name: str, val
 
 def test_empty_means_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compose passes what nobody set as an empty word."""
-    names = ("THREADS", "LEASE_S", "DEVICE_COUNT", "DEVICE_SHARE", "OTLP", "SCORER_URLS", "TOKEN", "HEALTH", "SCORE")
+    names = ("THREADS", "LEASE_S", "DEVICES", "DEVICE_COUNT", "DEVICE_SHARE", "OTLP", "SCORER_URLS", "TOKEN", "HEALTH", "SCORE")
     for name in names:
         monkeypatch.setenv(f"UNIMESH_{name}", "")
     found = from_environment()
     assert found.lease_s == 15 and found.device_count is None and found.device_share == 1 and found.threads >= 1
+    assert found.devices == "auto"
     assert found.otlp is found.token is found.health is found.score is None and found.scorer_urls == ()
 
 

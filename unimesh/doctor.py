@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -139,10 +140,14 @@ def _disk(state: Path) -> Finding:
 def _shared_memory(settings: Settings) -> Finding:
     if not Path("/dev/shm").exists():
         return Finding("shared memory", False, "/dev/shm is missing", "mount a tmpfs there")
-    free = shutil.disk_usage("/dev/shm").free / 2**20
+    total = shutil.disk_usage("/dev/shm").total / 2**20
     several = (settings.device_count or 1) > 1
-    enough = free > (NCCL_MIB - 64 if several else 64)
-    return Finding("shared memory", enough, f"{free:.0f} MiB", "in a container: --shm-size 1g (compose: SHM_SIZE in .env)")
+    return Finding(
+        "shared memory",
+        total >= (NCCL_MIB if several else 64),
+        f"{total:.0f} MiB",
+        "in a container: --shm-size 1g (compose: SHM_SIZE in .env)",
+    )
 
 
 def _devices(settings: Settings, url: str | None) -> Finding:
@@ -166,6 +171,11 @@ def _devices(settings: Settings, url: str | None) -> Finding:
     detail = f"{len(found)} ({names}), driver {driver or 'unknown'}, {free} free"
     if wanted and wanted > len(found):
         return Finding("devices", False, f"{detail}; {wanted} wanted", "lower UNIMESH_DEVICE_COUNT, or show this service more")
+    code = "import torch; print(torch.__version__, torch.cuda.is_available())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if driver is not None and not done.stdout.strip().endswith("True"):
+        fix = "build with torch's CUDA build (docs/deploy.md), or install a newer driver"
+        return Finding("devices", False, f"{detail}; torch {done.stdout.split(' ')[0]} cannot use them", fix)
     return Finding("devices", True, detail)
 
 
@@ -189,6 +199,15 @@ def _storage(settings: Settings) -> Finding:
         return Finding("storage", False, f"{error.strerror}: {error.filename}", fix)
 
 
+def _agent(address: str) -> str:
+    """What the agent that answers there says of itself; empty if nobody of ours does."""
+    try:
+        found = httpx.get(f"http://{address}/healthz", timeout=5, trust_env=False).json()
+        return f"{found['worker']} is {found['state']}" + "".join(f"; {problem}" for problem in found["problems"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _health(settings: Settings) -> Finding:
     if settings.health is None:
         return Finding("health port", True, "not served")
@@ -198,6 +217,8 @@ def _health(settings: Settings) -> Finding:
         try:
             probe.bind((host, int(port)))
         except (OSError, ValueError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE and (said := _agent(settings.health)):
+                return Finding("health port", True, f"{settings.health}: {said}")
             return Finding("health port", False, f"{settings.health}: {error}", "UNIMESH_HEALTH is host:port, of a free port")
     return Finding("health port", True, settings.health)
 

@@ -142,8 +142,9 @@ class EmbeddedMesh:
 
     def _share(self) -> int:
         """Agents on one device: where there are fewer devices than agents that want one, these take turns."""
-        devices = len(list_devices(os.environ.get("UNIMESH_DEVICES", "auto")))
-        wanted = self.shape.rollout + self.shape.trainer
+        devices = len(list_devices(os.environ.get("UNIMESH_DEVICES") or "auto"))
+        each = os.environ.get("UNIMESH_DEVICE_COUNT", "")
+        wanted = (self.shape.rollout + self.shape.trainer) * (int(each) if each.isdigit() else 1)
         return max(1, -(-wanted // devices)) if devices else 1
 
     def _add(self, name: str, module: list[str], env: Mapping[str, str]) -> None:

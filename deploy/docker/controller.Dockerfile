@@ -23,6 +23,6 @@ ENV PATH=/opt/unimesh/bin:$PATH \
 USER unimesh
 WORKDIR /state
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/healthz', timeout=4)"]
+    CMD ["python", "-c", "from urllib.request import *; build_opener(ProxyHandler({})).open('http://127.0.0.1:8080/healthz', timeout=4)"]
 ENTRYPOINT ["unimesh", "serve"]
 CMD ["controller", "--host", "0.0.0.0", "--port", "8080"]

@@ -50,9 +50,10 @@ def assign(
     fresh_id: Callable[[], str],
     storage: str = "",
 ) -> Decision:
-    """A place keeps its worker while that is alive. Free workers fill open places in the order of `wanted`; among equals the
-    one that registered first. Those that drain or wait for a device get nothing new, nor do those that keep their files
-    elsewhere than this controller (`storage`).
+    """A place keeps its worker while that is alive and has its devices.
+
+    Free workers fill open places in the order of `wanted`; among equals the one that registered first. Those that drain or wait
+    for a device get nothing new, nor do those that keep their files elsewhere than this controller (`storage`).
     """
     alive = {w.name: w for w in workers}
     changes: dict[str, Assignment | None] = {}
@@ -60,7 +61,7 @@ def assign(
     for name, assignment in held.items():
         filled = (assignment.job, assignment.role, assignment.track)
         place = next((p for p in open_places if (p.job, p.role, p.track) == filled), None)
-        if name in alive and place is not None:
+        if name in alive and alive[name].state != "waiting" and place is not None:
             open_places.remove(place)
         else:
             changes[name] = None
@@ -138,7 +139,8 @@ class Registry:
         self, connect: Callable[[], Any], wanted: Callable[[], Sequence[Wanted]], lease_ms: int = 5000, storage: str = ""
     ) -> None:
         self.client, self.wanted, self.lease_ms, self.storage = connect(), wanted, lease_ms, storage
-        self.unfilled: dict[str, str] = {}
+        self.unfilled: dict[str, str] | None = None
+        """What was told last; None: by another controller, if at all."""
         self.scripts = Scripts(self.client)
         self.token = uuid4().hex
         self.stopping = threading.Event()
@@ -148,6 +150,8 @@ class Registry:
             try:
                 if self.scripts.lease(LEASE, self.token, self.lease_ms, take=True) == "MINE":
                     self.step()
+                else:
+                    self.unfilled = None
             except AWAY:
                 time.sleep(0.5)
             except redis.RedisError as error:

@@ -51,7 +51,7 @@ class IsolatedScorer:
             [sys.executable, "-m", "services.reward.isolated"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {PARENT: str(os.getpid())},
+            env={k: v for k, v in os.environ.items() if k != "UNIMESH_TOKEN"} | {PARENT: str(os.getpid())},
             start_new_session=True,
         )
         ready = msgspec.msgpack.decode(self._ask(msgspec.msgpack.encode([self.name, self.params]), START_S))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shared import logs
-from shared.agent.health import show_progress
+from shared.agent.health import Watch, show_progress
 from shared.agent.process import guard_parent, take_turns
 
 
@@ -51,7 +51,8 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     job, track = assignment["job"], assignment["track"]
     logs.about(job=job, worker=agent)
     consumer: Consumer | None = None
-    show_progress(lambda: consumer is None or consumer.getting_on())
+    loading = Watch(limit_s=3600)
+    show_progress(lambda: loading.getting_on() if consumer is None else consumer.getting_on())
     keys, client = JobKeys(job), connect(settings.redis_url)
     doc = msgspec.msgpack.decode(client.get(keys.doc))
     set_threads(child_threads(doc, settings))

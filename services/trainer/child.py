@@ -24,6 +24,11 @@ from shared.agent.process import PARENT, guard_parent, take_turns
 
 log = logging.getLogger(__name__)
 
+LOAD_S = 3600.0
+"""Longest time until the model is loaded and its first version published."""
+QUIET_S = 1800.0
+"""Longest time between two control words or micro-batches; a checkpoint lies between two words."""
+
 
 def main() -> None:
     guard_parent()
@@ -49,7 +54,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     from shared.wire.keys import JobKeys
 
     logs.about(job=assignment["job"], worker=agent)
-    watch = Watch(limit_s=1800)
+    watch = Watch(limit_s=LOAD_S)
     if "RANK" not in os.environ:  # the agent's child; it starts the other ranks
         show_progress(watch.getting_on)
     client = connect(settings.redis_url)
@@ -65,6 +70,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     gc.freeze()  # libraries and model: no collection need walk them again
     try:
         trainer.start()
+        watch.limit_s = QUIET_S
         trainer.run()
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
         log.exception("training failed")

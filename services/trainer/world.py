@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+WORDS = datetime.timedelta(hours=24)
+"""Ranks wait for the next word while rank 0 writes a checkpoint, or waits for a full disk; who dies ends all at once anyhow."""
+
 
 class World:
     """Rank 0 talks to Redis; the others learn everything from its control words."""
@@ -23,7 +26,7 @@ class World:
         if self.size > 1:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
-            self.control = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=10))
+            self.control = dist.new_group(backend="gloo", timeout=WORDS)
 
     @property
     def first(self) -> bool:

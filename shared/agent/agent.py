@@ -6,6 +6,7 @@ one line of JSON from its standard input. Whatever a model does takes a child, n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ import redis
 
 from shared import logs
 from shared.agent.backoff import Backoff
-from shared.agent.devices import Leases, Lister, list_devices
+from shared.agent.devices import VISIBLE, Leases, Lister, list_devices
 from shared.agent.health import PROGRESS, STALE_S, Progress, serve_health
 from shared.agent.process import LABEL, Child, StopFlag
 from shared.agent.registry import BEAT_S, Assignment, Service, Worker
@@ -35,6 +36,10 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 20.0
 """A child's time to drain."""
+DEVICE_TTLS = 3
+"""A lease of a device outlives its agent's registration by so much: an agent that is cut off has ended its child by then."""
+SILENT_BEATS = 5
+"""An agent that was frozen together with its child lets it go on first."""
 
 
 class Agent:
@@ -64,6 +69,7 @@ class Agent:
         self.given: Assignment | None = None
         self.backoff = Backoff()
         self.restarts, self.error = 0, ""
+        self.silent_beats = 0
         self.stopping = StopFlag()
         self.reached = time.monotonic()
         self.storage = storage_id(settings.state, settings.bodies)
@@ -71,11 +77,13 @@ class Agent:
             self.client,
             self.name,
             lister or (lambda: list_devices(settings.devices)),
-            settings.device_count,
-            self.ttl_ms,
+            settings.device_count if devices else 0,
+            DEVICE_TTLS * self.ttl_ms,
             settings.device_share,
             devices,
         )
+        self.away = -float("inf")
+        """time.monotonic() when Redis was found away last."""
         self.progress = Progress()
 
     def run(self) -> None:
@@ -90,10 +98,9 @@ class Agent:
                 assignment = self.beat(self.state)
                 self.reached = time.monotonic()
                 self.reconcile(assignment)
-            except (redis.ConnectionError, redis.TimeoutError) as error:
-                log.warning("Redis is away: %s", error)
-                if self.given and time.monotonic() - self.reached > 10 * self.ttl_ms / 1000:
-                    self.drop_child("Redis has been away too long to keep the assignment")
+            except redis.RedisError as error:  # away, or it refuses writes: its memory or its disk is full
+                log.warning("no word from Redis: %s", error)
+                self.without_redis()
             self.stopping.wait(BEAT_S)
         self.leave()
 
@@ -103,13 +110,24 @@ class Agent:
             return "waiting"
         return "working" if self.given or not self.assigned else "idle"
 
+    def without_redis(self) -> None:
+        """What is held is only kept for so long as nobody else can have it."""
+        self.away = time.monotonic()
+        silent_ms = (self.away - self.reached) * 1000
+        if self.devices.held and silent_ms > self.devices.ttl_ms:
+            self.end_child()
+        elif self.given and silent_ms > 10 * self.ttl_ms:
+            self.drop_child("Redis has been away too long to keep the assignment")
+        self.reap()
+
     def lease_devices(self) -> None:
         """Keeps what the child may see; a child that lost a device ends at once, since another one may have it."""
         if lost := self.devices.renew():
             self.error = f"lost the lease of {', '.join(lost)}"
             log.warning("%s; ending the child", self.error)
             self.end_child()
-        if not self.devices.ready:
+        settled = time.monotonic() - self.away > self.devices.ttl_ms / 1000  # holders come back first after an outage
+        if not self.devices.ready and settled:
             self.devices.take()
 
     def health(self) -> dict[str, Any]:
@@ -176,8 +194,12 @@ class Agent:
             self.drop_child("assignment ended")
         if self.child is not None and (code := self.child.poll()) is not None:
             self.ended(code)
-        if self.busy and (silent := self.progress.age_s()) > self.settings.hang_s:
+        silent = self.progress.age_s()
+        self.silent_beats = self.silent_beats + 1 if self.busy and silent > self.settings.hang_s else 0
+        if self.silent_beats > SILENT_BEATS:
             self.hung(silent)
+        if self.ending and self.devices.held:
+            return  # the next one would find their memory taken
         if self.child is None and self.devices.ready and self.backoff.ready:
             self.child = self.spawn()
             self.given = None
@@ -190,6 +212,10 @@ class Agent:
             folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{os.environ.get(LABEL, self.name)}.child.log" if folder else None
         env = dict(os.environ) | self.devices.environment() | {PROGRESS: str(self.progress.path)}
+        if self.settings.devices == "none":
+            env[VISIBLE] = ""
+        if self.settings.score is None:
+            env.pop("UNIMESH_TOKEN", None)  # only who answers over HTTP needs to know it
         self.progress.begin()
         return Child([sys.executable, "-m", self.module], env, path, pipe=self.assigned)
 
@@ -236,8 +262,10 @@ class Agent:
 
     def reap(self) -> None:
         for child, deadline in self.ending[:]:
-            if child.poll() is not None or time.monotonic() > deadline:
-                child.end(grace_s=0)
+            if time.monotonic() > deadline:
+                child.kill()
+            if child.poll() is not None:
+                child.kill()  # whatever is left of its group
                 self.ending.remove((child, deadline))
 
     def leave(self) -> None:
@@ -247,8 +275,14 @@ class Agent:
         except redis.RedisError as error:
             log.warning("not told the mesh that this agent drains: %s", error)
         self.drop_child("the agent stops")
+        beat_at = 0.0
         while self.ending:
             self.reap()
+            if time.monotonic() > beat_at:
+                beat_at = time.monotonic() + BEAT_S
+                with contextlib.suppress(redis.RedisError):
+                    self.devices.renew()
+                    self.beat("draining")
             time.sleep(0.05)
         self.devices.release()
         self.progress.close()

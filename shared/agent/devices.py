@@ -66,17 +66,26 @@ def _nvml() -> list[Device]:
     except pynvml.NVMLError:
         return []
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            Device(
-                str(pynvml.nvmlDeviceGetUUID(handle)),
-                str(pynvml.nvmlDeviceGetName(handle)),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20,
-            )
-            for handle in handles
-        ]
+        return [d for i in range(pynvml.nvmlDeviceGetCount()) if (d := _device(pynvml, i)) is not None]
+    except pynvml.NVMLError as error:
+        log.warning("devices cannot be listed: %s", error)
+        return []
     finally:
         pynvml.nvmlShutdown()
+
+
+def _device(nvml: Any, index: int) -> Device | None:
+    """None for one that does not answer (it fell off the bus). Not every kind tells its memory."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid, name = str(nvml.nvmlDeviceGetUUID(handle)), str(nvml.nvmlDeviceGetName(handle))
+    except nvml.NVMLError as error:
+        log.warning("device %d is left out: %s", index, error)
+        return None
+    try:
+        return Device(uuid, name, int(nvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20)
+    except nvml.NVMLError:
+        return Device(uuid, name)
 
 
 def driver_version() -> str | None:

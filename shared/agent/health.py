@@ -7,6 +7,7 @@ waiting for what never comes stops to touch it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.files import waiting_for_space
+
+log = logging.getLogger(__name__)
 
 PROGRESS = "UNIMESH_PROGRESS"
 """Environment of a child: the file to touch."""
@@ -33,8 +36,11 @@ def show_progress(getting_on: Callable[[], bool]) -> None:
 
     def touch() -> None:
         while True:
-            if getting_on():
-                Path(path).touch()
+            try:
+                if getting_on():
+                    Path(path).touch()
+            except (OSError, RuntimeError) as error:  # a full disk; a dictionary that changed while it was read
+                log.warning("progress is not shown: %s", error)
             time.sleep(TOUCH_S)
 
     threading.Thread(target=touch, name="progress", daemon=True).start()
@@ -60,18 +66,23 @@ class Progress:
         descriptor, name = tempfile.mkstemp(prefix="unimesh-progress-")
         os.close(descriptor)
         self.path = Path(name)
+        self.mark, self.since = 0, time.monotonic()
 
     def begin(self) -> None:
         """A child starts, or gets work: its time counts from now."""
         self.path.touch()
+        self.since = time.monotonic()
 
     def age_s(self) -> float:
-        """Seconds since the last sign."""
+        """Seconds of this agent's clock since the last sign was seen: steps of the wall clock do not matter."""
         try:
-            return max(0.0, time.time() - self.path.stat().st_mtime)
+            mark = self.path.stat().st_mtime_ns
         except FileNotFoundError:  # somebody tidied the folder of temporary files
             self.path.touch()
-            return 0.0
+            mark = 0
+        if mark != self.mark:
+            self.mark, self.since = mark, time.monotonic()
+        return time.monotonic() - self.since
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -25,7 +25,12 @@ def _identity(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f"{MARK}-{uuid4().hex}"
         fresh.write_text(uuid4().hex)
-        with contextlib.suppress(FileExistsError):  # another service was first
+        try:
             os.link(fresh, mark)
+        except FileExistsError:
+            pass  # another service was first
+        except OSError:  # a file system without links
+            with contextlib.suppress(FileExistsError), mark.open("x") as file:
+                file.write(fresh.read_text())
         fresh.unlink()
     return mark.read_text()

@@ -6,22 +6,8 @@ from typing import Any, Literal
 
 import pydantic
 
-
-class Params(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-
-class Grpo(Params):
-    clip_range: float = pydantic.Field(1e-4, gt=0)
-    clip_range_high: float | None = pydantic.Field(None, gt=0)
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    horizon: int = pydantic.Field(8192, ge=1)
-    """Divisor of seq-mean-token-sum-norm, in tokens."""
-
-
-class CrossEntropy(Params):
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    horizon: int = pydantic.Field(8192, ge=1)
+from shared.config import algorithms
+from shared.config.algorithms import Params
 
 
 class ExactMatch(Params):
@@ -176,7 +162,7 @@ class Hub(Columns):
 
 class MixturePart(Params):
     name: str
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = pydantic.Field({})
     weight: float = pydantic.Field(1.0, gt=0)
 
 
@@ -204,7 +190,7 @@ class Sorting(Params):
 class ReasoningGymSource(Params):
     dataset: str
     """Name of a reasoning-gym data set."""
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = pydantic.Field({})
     size: int = pydantic.Field(1000, ge=1)
     seed: int = 0
 
@@ -234,11 +220,8 @@ class MlflowTracker(Params):
     """A tracking server; None: a SQLite file below the state folder."""
 
 
-_AR: dict[str, Any] = {"requires_advantages": True, "supports_multi_update": True, "recomputes_anchor": True}
-
 TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
-    ("algorithm", "grpo", Grpo, "group-relative policy optimization", _AR),
-    ("algorithm", "cross_entropy", CrossEntropy, "supervised fine-tuning", {"requires_advantages": False}),
+    *algorithms.TABLE,
     ("scorer", "exact_match", ExactMatch, "1 if the completion equals the answer, else 0", {}),
     ("scorer", "regex", RegexFormat, "1 if the completion matches a pattern, else 0", {"isolated": True}),
     ("scorer", "length", Length, "1 at a target length, falling on both sides", {}),

@@ -134,7 +134,7 @@ def from_environment() -> Settings:
         token=os.environ.get("UNIMESH_TOKEN") or None,
         health=os.environ.get("UNIMESH_HEALTH") or None,
         hang_s=_number("UNIMESH_HANG_S", 600.0, 1.0),
-        devices=os.environ.get("UNIMESH_DEVICES", "auto"),
+        devices=os.environ.get("UNIMESH_DEVICES") or "auto",
         device_count=_number("UNIMESH_DEVICE_COUNT", 0, 0) if os.environ.get("UNIMESH_DEVICE_COUNT") else None,
         device_share=_number("UNIMESH_DEVICE_SHARE", 1, 1),
         most_request_bytes=_number("UNIMESH_MOST_REQUEST_BYTES", 16 << 20, 1024),

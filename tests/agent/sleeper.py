@@ -15,12 +15,14 @@ def main() -> None:
     guard_parent()
     stuck: list[int] = []
     signal.signal(signal.SIGUSR1, lambda *_: stuck.append(1))
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    drains = "SLEEPER_DRAINS" in os.environ
+    signal.signal(signal.SIGTERM, lambda *_: None if drains else os._exit(0))
     show_progress(lambda: not stuck)
     folder = Path(os.environ["SLEEPER"])
     (folder / f".{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
     (folder / f".{os.getpid()}").rename(folder / str(os.getpid()))
-    time.sleep(600)
+    while True:
+        time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,8 @@ class Deployment:
     def remove(self) -> None:
         """Whatever happened: nothing of the project stays."""
         words = [*self.compose.split(), "down", "-v", "--remove-orphans", "--timeout", "5"]
-        subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, check=False)
+        every = self.env | {"COMPOSE_PROFILES": "cpu,gpu,scorers,observe", "UNIMESH_TOKEN": TOKEN}
+        subprocess.run(words, cwd=self.folder, env=every, capture_output=True, check=False)
 
 
 def until(check: Callable[[], Any], patience_s: float, what: str, detail: Callable[[], str] = lambda: "") -> Any:

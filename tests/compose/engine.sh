@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The Docker engine that the tests use: engine.sh start|stop|env|able [FOLDER].
+# The Docker engine that the tests use: engine.sh start|stop|env|able, or engine.sh during COMMAND…, which starts it, runs the
+# command, and stops it again if it was not up before.
 # An engine that answers already is taken as it is. Otherwise, as root, a private one is started: its socket, pid file and data
-# live in FOLDER (default: unimesh/docker in the user's cache, so that base images and layers are made once), and what it needs
-# is installed from the machine's own Debian packages. It stays up for the next run; stop ends it, and with it its containers.
+# live in unimesh/docker of the user's cache, so that base images and layers are made once, and what it needs is installed from
+# the machine's own Debian packages.
 set -euo pipefail
-folder=$(realpath -m "${2:-${XDG_CACHE_HOME:-$HOME/.cache}/unimesh/docker}")
+folder=$(realpath -m "${XDG_CACHE_HOME:-$HOME/.cache}/unimesh/docker")
 host=unix://$folder/docker.sock
 answers() { DOCKER_HOST=$1 timeout 10 docker info >/dev/null 2>&1; }
 given() { [ ! -S "$folder/docker.sock" ] && timeout 10 docker info >/dev/null 2>&1; }
@@ -45,7 +46,13 @@ install() {
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${wanted[@]}" >/dev/null
 }
 
-case ${1:?start, stop, env or able} in
+case ${1:?start, stop, env, able or during} in
+during)
+  shift
+  own_pid >/dev/null || given || trap '"$0" stop' EXIT
+  "$0" start
+  eval "$("$0" env)"
+  "$@" ;;
 able) given || able ;;
 env) given || echo "export DOCKER_HOST=$host" ;;
 start)

@@ -80,6 +80,8 @@ def test_the_environments_token_has_every_right_beside_the_files(settings: Setti
     assert known is not None and [token.scope for token in known] == ["read", "admin"]
     both = [tokens.match(word, known) for word in (secret, "chosen-by-hand-1234", "chosen-by-hand-1235", "")]
     assert [token.name if token else None for token in both] == ["a reader", "UNIMESH_TOKEN", None, None]
+    again = tokens.known(replace(settings, tokens=path, token=secret))
+    assert again is not None and [token.scope for token in again] == ["read"], "a command's token gets no more rights by it"
     with pytest.raises(ValueError, match="has 6 characters: must have at least 16"):
         tokens.known(replace(settings, token="secret"))
 

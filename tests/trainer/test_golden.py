@@ -1,4 +1,4 @@
-"""Golden topics 2, 3, 11 and 12 as far as GRPO and supervised fine-tuning reach."""
+"""Golden topics 2, 11 and 12: reductions, scales, learning rates, clipping, supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from services.trainer.aggregation import aggregate, loss_scale
 from services.trainer.algorithms.base import Micro, Tally
 from services.trainer.algorithms.cross_entropy import CrossEntropy
-from services.trainer.algorithms.grpo import Grpo
 from services.trainer.optim import clip_, global_norm, lr_factor
-from shared.config import builtin
+from shared.config import algorithms
 from shared.config.sections import Optimizer
 from tests.vectors import Case, cases
 
@@ -53,52 +52,6 @@ def test_scales(case: Case) -> None:
         case.close(total, case.outputs["global_weight"])
 
 
-def scheduled(case: Case, value: float) -> float:
-    """Golden topic 3's clip schedule; the recipes here hold the clip range constant."""
-    progress = case.params.get("training_progress", 0.0)
-    factor = {"linear_decay": 1 - 0.5 * progress, "cosine_decay": 0.5 * (1 + np.cos(np.pi * progress))}
-    return float(value * factor.get(case.params.get("clip_schedule", ""), 1.0))
-
-
-@pytest.mark.parametrize("case", cases("03_ar_losses", "grpo"))
-def test_grpo(case: Case) -> None:
-    p, x = case.params, case.inputs
-    new = tensor(x["new_logp"]).requires_grad_()
-    lengths = torch.tensor(p["lengths"])
-    mask = torch.ones(int(lengths.sum())) if x.get("loss_mask") is None else tensor(x["loss_mask"]).float()
-    anchor = x["replay_anchor_logp"] if x.get("replay_anchor_logp") is not None else x.get("old_logp")
-    high = p.get("clip_range_high")
-    low = scheduled(case, p.get("clip_range", 1e-4))
-    params = builtin.Grpo.model_construct(
-        clip_range=low,
-        clip_range_high=None if high is None else scheduled(case, high),
-        aggregation=p.get("loss_agg_mode", "token-mean"),
-        horizon=p.get("horizon", 8192),
-    )
-    with refused(case):
-        if p.get("old_logp_source", "rollout") not in ("rollout", "replay"):
-            raise ValueError("the anchor is frozen by the stack: there is no other source to choose")
-        micro = Micro(
-            new=new, anchor=tensor(anchor), rollout=None, advantages=tensor(x["advantages"]), mask=mask, lengths=lengths
-        )
-        tally = Tally()
-        loss = Grpo(params).loss(micro, tally)
-        (loss * p.get("loss_scale", 1.0)).backward()
-        case.close(loss.detach(), case.outputs["loss"])
-        case.close(new.grad, case.outputs["grad_new_logp"])
-        if mask.any():
-            wanted = case.expect["metrics"]
-            names = {
-                "ratio": "ratio_mean",
-                "ratio_max": "ratio_max",
-                "clip_fraction": "clip_fraction",
-                "approx_kl": "approx_kl",
-            }
-            for ours, theirs in names.items():
-                if theirs in wanted:
-                    case.close(tally.figures()[ours], wanted[theirs], rtol=2e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("case", cases("12_supervised", "sft"))
 def test_sft(case: Case) -> None:
     p = case.params
@@ -106,7 +59,7 @@ def test_sft(case: Case) -> None:
     lengths = torch.tensor(p["lengths"])
     mask = torch.ones(len(logp)) if case.inputs.get("loss_mask") is None else tensor(case.inputs["loss_mask"]).float()
     micro = Micro(new=logp, anchor=logp.detach(), rollout=None, advantages=None, mask=mask, lengths=lengths)
-    algorithm = CrossEntropy(builtin.CrossEntropy.model_construct(aggregation=p["mode"], horizon=p["horizon"]))
+    algorithm = CrossEntropy(algorithms.CrossEntropy.model_construct(aggregation=p["mode"], horizon=p["horizon"]))
     loss = algorithm.loss(micro, Tally())
     (loss * p["loss_scale"]).backward()
     case.close(loss.detach(), case.outputs["loss"])

@@ -25,7 +25,7 @@ from services.trainer.backend import Backend
 from services.trainer.batch import Batch
 from services.trainer.stack import TrainStack
 from services.trainer.world import World
-from shared.config import builtin
+from shared.config import algorithms
 from shared.config.sections import Optimizer, Train
 from shared.models.ar.bundle import assign, exported, load
 from shared.types import ARSamplingParams, Sample, TextSegment
@@ -65,7 +65,7 @@ def make_stack(
     backend = Backend(load(folder, None, dtype), world, dtype)
     optimizer = Optimizer(lr=1e-3, grad_clip=train.pop("grad_clip", 1e9))
     section = Train(optimizer=optimizer, **train)
-    return TrainStack(backend, algorithm or Grpo(builtin.Grpo(clip_range=0.2)), section, world, 100, 1.0)
+    return TrainStack(backend, algorithm or Grpo(algorithms.Grpo(clip_range=0.2)), section, world, 100, 1.0)
 
 
 def gradient_of(stack: TrainStack, batch: Batch) -> torch.Tensor:
@@ -94,7 +94,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-10), ("float32", 1e-5)])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path, dtype: str, limit: float, mode: str) -> None:
-    algorithm = Grpo(builtin.Grpo(clip_range=0.2, aggregation=mode, horizon=8))
+    algorithm = Grpo(algorithms.Grpo(clip_range=0.2, aggregation=mode, horizon=8))
     whole = gradient_of(make_stack(model_folder, dtype, algorithm=algorithm), make_batch())
     for size in (1, 3, 5):
         stack = make_stack(model_folder, dtype, algorithm=algorithm, micro_batch_size=size)
@@ -155,7 +155,7 @@ def test_the_first_updates_ratio_is_exactly_one(model_folder: Path) -> None:
         result = stack.train_track(make_batch(rows=8))
         assert result.updates == updates
         if updates == 1:
-            assert result.metrics["ratio"] == result.metrics["ratio_max"] == 1.0
+            assert result.metrics["ratio_mean"] == result.metrics["ratio_max"] == 1.0
 
 
 def test_the_anchor_stays_frozen_over_the_updates(model_folder: Path) -> None:
@@ -205,7 +205,7 @@ def test_updates_must_divide_the_batch(model_folder: Path) -> None:
 
 
 def test_sft_learns_a_sequence_by_heart(model_folder: Path) -> None:
-    stack = make_stack(model_folder, algorithm=CrossEntropy(builtin.CrossEntropy()), grad_clip=1.0)
+    stack = make_stack(model_folder, algorithm=CrossEntropy(algorithms.CrossEntropy()), grad_clip=1.0)
     losses = [stack.train_track(make_batch(rows=4, group=1)).metrics["loss"] for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]
 

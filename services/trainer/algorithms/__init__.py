@@ -6,7 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from services.trainer.algorithms.base import Algorithm
+from services.trainer.algorithms.cppo import Cppo
 from services.trainer.algorithms.cross_entropy import CrossEntropy
+from services.trainer.algorithms.distillation import Distillation
+from services.trainer.algorithms.dppo import Dppo
+from services.trainer.algorithms.drpo import Drpo
 from services.trainer.algorithms.grpo import Grpo
+from services.trainer.algorithms.gspo import Gspo
+from services.trainer.algorithms.ppo import Ppo
 
-ALGORITHMS: dict[str, Callable[[Any], Algorithm]] = {"grpo": Grpo, "cross_entropy": CrossEntropy}
+ALGORITHMS: dict[str, Callable[[Any], Algorithm]] = {
+    "grpo": Grpo,
+    "gspo": Gspo,
+    "dppo": Dppo,
+    "cppo": Cppo,
+    "drpo": Drpo,
+    "ppo": Ppo,
+    "distillation": Distillation,
+    "cross_entropy": CrossEntropy,
+}

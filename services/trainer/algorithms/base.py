@@ -1,9 +1,9 @@
-"""What an algorithm is: it owns the loss of one micro-batch."""
+"""What an algorithm is: it owns the loss of one micro-batch, and declares what the stack has to bring."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,18 @@ class Micro:
     """1 = the token counts."""
     lengths: Tensor
     """int64 [rows]."""
+    reference: Tensor | None = None
+    """Log-probs of the frozen reference (a KL penalty's) or teacher (distillation's)."""
+    entropy: Tensor | None = None
+    """Of the live distribution at each token, in nats."""
+    values: Tensor | None = None
+    """The critic's values on the live weights."""
+    old_values: Tensor | None = None
+    """Those before the first update."""
+    returns: Tensor | None = None
+    token_advantages: Tensor | None = None
+    progress: float = 0.0
+    """Share of all optimizer steps that is done, 0 … 1."""
 
     def per_token(self, rows: Tensor) -> Tensor:
         return torch.repeat_interleave(rows, self.lengths.to(rows.device))
@@ -32,7 +44,7 @@ class Micro:
 
 @dataclass
 class Tally:
-    """Figures that add up over micro-batches and ranks: sums with counts, maxima."""
+    """Figures that add up over micro-batches and ranks: sums with counts, maxima, minima."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -48,15 +60,46 @@ class Tally:
         if chosen.numel():
             self.maxima[name] = max(self.maxima.get(name, -float("inf")), float(chosen.max()))
 
+    def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """`name_mean`, `_std` (sample), `_min` and `_max` over tokens with mask > 0."""
+        self.mean(f"{name}_mean", values, mask)
+        self.mean(f"{name}{_SQUARES}", values.detach().double() ** 2, mask)
+        self.peak(f"{name}_max", values, mask)
+        self.peak(f"{name}{_NEGATED}", -values, mask)
+
     def figures(self) -> dict[str, float]:
-        return {n: s / c for n, (s, c) in self.sums.items() if c} | self.maxima
+        found = {n: s / c for n, (s, c) in self.sums.items() if c and not n.endswith(_SQUARES)}
+        for name, (squares, count) in self.sums.items():
+            if name.endswith(_SQUARES) and count:
+                own = name.removesuffix(_SQUARES)
+                mean = found[f"{own}_mean"]
+                found[f"{own}_std"] = max(0.0, (squares - count * mean**2) / (count - 1)) ** 0.5 if count > 1 else 0.0
+        for name, value in self.maxima.items():
+            found[name.replace(_NEGATED, "_min")] = -value if name.endswith(_NEGATED) else value
+        return found
+
+
+_SQUARES, _NEGATED = "~squares", "~negated"
 
 
 class Algorithm(Protocol):
+    """The class declares what the stack brings; the spec of the same name repeats it for the controller."""
+
+    requires_advantages: ClassVar[bool]
+    supports_multi_update: ClassVar[bool]
+    """Whether a batch may make several updates against one anchor."""
+    anchor_fields: ClassVar[tuple[str, ...]]
+    """What is frozen before the first update, besides nothing: of `anchor`, `values`."""
+    recomputes_anchor: ClassVar[bool]
+    """The anchor is the trainer's own, over the micro-batches that training uses: the first ratio is exactly 1."""
+    requires_ema_rollout: ClassVar[bool]
     aggregation: str
     """How token losses become one (see aggregation.py); decides the scale of micro-batches."""
     idle_without_advantage: bool
     """A row whose advantage is 0 has neither loss nor gradient, so it need not be replayed."""
+    needs_reference: bool
+    """Whether the stack replays a frozen model too."""
+    needs_entropy: bool
 
     def loss(self, micro: Micro, tally: Tally) -> Tensor:
         """The micro-batch's mean loss, before its scale."""

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from services.trainer.aggregation import aggregate, per_sequence
 from services.trainer.algorithms.base import Micro, Tally
-from shared.config.builtin import CrossEntropy as Params
+from shared.config.algorithms import CrossEntropy as Params
 
 
 class CrossEntropy:
+    requires_advantages: ClassVar[bool] = False
+    supports_multi_update: ClassVar[bool] = True
+    anchor_fields: ClassVar[tuple[str, ...]] = ()
+    recomputes_anchor: ClassVar[bool] = False
+    requires_ema_rollout: ClassVar[bool] = False
     idle_without_advantage = False
+    needs_reference = False
+    needs_entropy = False
 
     def __init__(self, params: Params) -> None:
         self.aggregation: str = params.aggregation

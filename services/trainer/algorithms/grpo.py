@@ -1,41 +1,36 @@
-"""GRPO: group-relative policy optimization (Shao et al., arXiv 2402.03300) with PPO's clipped surrogate."""
+"""GRPO: group-relative policy optimization (Shao et al., arXiv 2402.03300) with PPO's clipped surrogate.
+
+Dr.GRPO (arXiv 2503.20783) is a recipe of it: `advantage.normalize: false`, `aggregation: seq-mean-token-sum-norm`. DAPO (arXiv
+2503.14476) is another: `clip_range_high`, token-mean, `reward.truncation: soft`.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from services.trainer.aggregation import aggregate
 from services.trainer.algorithms.base import Micro, Tally
-from shared.config.builtin import Grpo as Params
+from services.trainer.algorithms.policy import Clipped, ratio_figures, surrogate
+from shared.config.algorithms import Grpo as Params
 
 
-def surrogate(new: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """(token losses, ratios): `max(-A r, -A clip(r, 1 - low, 1 + high))` with `r = exp(new - old)`."""
-    ratio = (new - old).exp()
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)), ratio
+class Grpo(Clipped):
+    """Token losses `max(-A r, -A clip(r, 1 - low, 1 + high))`.
 
-
-class Grpo:
-    idle_without_advantage = True
+    With `dual_clip` c (Ye et al., arXiv 1912.09729), where A < 0 they are at most `-A c`.
+    """
 
     def __init__(self, params: Params) -> None:
-        self.params = params
-        self.aggregation: str = params.aggregation
-        self.low = params.clip_range
-        self.high = params.clip_range if params.clip_range_high is None else params.clip_range_high
+        super().__init__(params, params.clip_range, params.clip_range_high, params.clip_schedule)
+        self.dual_clip = params.dual_clip
 
-    def loss(self, micro: Micro, tally: Tally) -> Tensor:
-        assert micro.advantages is not None
-        advantages = micro.per_token(micro.advantages)
-        losses, ratio = surrogate(micro.new, micro.anchor, advantages, self.low, self.high)
-        self._figures(micro, ratio.detach(), tally)
-        return aggregate(losses, micro.lengths, micro.mask, self.aggregation, self.params.horizon)
-
-    def _figures(self, micro: Micro, ratio: Tensor, tally: Tally) -> None:
-        mask = micro.mask
-        above, below = ratio - 1 > self.high, 1 - ratio > self.low
-        tally.mean("ratio", ratio, mask)
-        tally.peak("ratio_max", ratio, mask)
-        tally.mean("clip_fraction", (above | below).to(ratio.dtype), mask)
-        tally.mean("approx_kl", 0.5 * (micro.new.detach() - micro.anchor) ** 2, mask)
+    def token_losses(self, micro: Micro, advantages: Tensor, tally: Tally) -> Tensor:
+        low, high = self.bounds(micro)
+        losses, ratio = surrogate(micro.new, micro.anchor, advantages, low, high)
+        ratio_figures(tally, ratio, micro.new - micro.anchor, low, high, micro.mask)
+        if self.dual_clip is not None:
+            bound = -advantages * self.dual_clip
+            capped = (advantages < 0) & (losses > bound)
+            tally.mean("dual_clip_fraction", capped.to(losses.dtype), micro.mask)
+            losses = torch.where(capped, bound, losses)
+        return losses

@@ -1,0 +1,134 @@
+"""Parameters and contracts of the algorithms. Formulas stand with the implementations (services/trainer/algorithms)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pydantic
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Schedule = Literal["constant", "linear_decay", "cosine_decay"]
+
+
+class Params(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class Policy(Params):
+    """What all policy losses can have."""
+
+    aggregation: Aggregation = "token-mean"
+    horizon: int = pydantic.Field(8192, ge=1)
+    """Divisor of seq-mean-token-sum-norm, in tokens."""
+    kl_coef: float = pydantic.Field(0.0, ge=0)
+    """Weight of the KL to the reference: the frozen initial model, with LoRA the model without its adapter."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy: bool = False
+    """Report the policy's entropy; costs a pass over the logits."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    correction: Literal["token", "sequence"] | None = None
+    """Truncated importance sampling for what the engine sampled otherwise than the trainer scores it."""
+    correction_cap: float = pydantic.Field(2.0, gt=0)
+    correction_mode: Literal["clamp", "mask"] = "clamp"
+    """Beyond the cap: the weight is the cap, or 0."""
+
+
+class Grpo(Policy):
+    clip_range: float = pydantic.Field(1e-4, gt=0)
+    clip_range_high: float | None = pydantic.Field(None, gt=0)
+    clip_schedule: Schedule = "constant"
+    dual_clip: float | None = pydantic.Field(None, gt=1)
+    """Where the advantage is negative, token losses are at most this multiple of it."""
+
+
+class Gspo(Policy):
+    aggregation: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
+    """Of the penalties; the loss has one term a sequence."""
+    clip_range: float = pydantic.Field(3e-4, gt=0)
+    clip_range_high: float | None = pydantic.Field(None, gt=0)
+    clip_schedule: Schedule = "constant"
+
+
+class Dppo(Policy):
+    delta: float = pydantic.Field(0.15, gt=0)
+    """Largest change of a token's probability that keeps its gradient."""
+
+
+class Cppo(Dppo):
+    delta: float = pydantic.Field(0.2, gt=0)
+    least_weight: float = pydantic.Field(0.8, gt=0, le=1)
+    delta_b: float = pydantic.Field(0.02, ge=0)
+
+
+class Drpo(Policy):
+    epsilon: float = pydantic.Field(12.5, gt=0)
+    weighted: bool = True
+    """The penalty is weighted by the old probability."""
+
+
+class Ppo(Policy):
+    clip_range: float = pydantic.Field(0.2, gt=0)
+    clip_range_high: float | None = pydantic.Field(None, gt=0)
+    clip_schedule: Schedule = "constant"
+    cliprange_value: float = pydantic.Field(0.2, ge=0)
+    vf_coef: float = pydantic.Field(0.5, ge=0)
+    gamma: float = pydantic.Field(1.0, ge=0, le=1)
+    lam: float = pydantic.Field(0.95, ge=0, le=1)
+    normalize_advantages: bool = True
+    """Over the tokens of the batch that count."""
+
+
+class Distillation(Policy):
+    """The teacher is the recipe's `algorithm.reference`."""
+
+    clip_range: float = pydantic.Field(0.2, gt=0)
+
+
+class CrossEntropy(Params):
+    aggregation: Aggregation = "token-mean"
+    horizon: int = pydantic.Field(8192, ge=1)
+
+
+_POLICY: dict[str, Any] = {
+    "requires_advantages": True,
+    "supports_multi_update": True,
+    "anchor_fields": ("anchor",),
+    "recomputes_anchor": True,
+    "requires_ema_rollout": False,
+}
+
+TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
+    ("algorithm", "grpo", Grpo, "group-relative policy optimization", _POLICY),
+    ("algorithm", "gspo", Gspo, "one clipped ratio a sequence", _POLICY),
+    ("algorithm", "dppo", Dppo, "tokens masked by how far their probability moved", _POLICY),
+    ("algorithm", "cppo", Cppo, "as dppo, with a budget for each sequence", _POLICY),
+    ("algorithm", "drpo", Drpo, "a quadratic penalty on the ratio", _POLICY),
+    (
+        "algorithm",
+        "ppo",
+        Ppo,
+        "a critic and advantages per token",
+        _POLICY | {"requires_advantages": False, "anchor_fields": ("anchor", "values"), "requires_critic": True},
+    ),
+    (
+        "algorithm",
+        "distillation",
+        Distillation,
+        "on-policy distillation from a frozen teacher",
+        _POLICY | {"requires_advantages": False, "requires_reference": True},
+    ),
+    (
+        "algorithm",
+        "cross_entropy",
+        CrossEntropy,
+        "supervised fine-tuning",
+        {
+            "requires_advantages": False,
+            "supports_multi_update": True,
+            "anchor_fields": (),
+            "recomputes_anchor": False,
+            "requires_ema_rollout": False,
+        },
+    ),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from services.trainer.world import World
-from shared.models.ar.bundle import Bundle, exported, placed
+from shared.models import lora
+from shared.models.ar.bundle import CRITIC, Bundle, exported, placed
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -33,6 +35,7 @@ class Backend:
     def __init__(self, bundle: Bundle, world: World, dtype: str) -> None:
         self.bundle, self.world, self.model = bundle, world, bundle.model
         self.tied = bundle.tied
+        self.adapters = lora.has_adapter(bundle.model)
         self.autocast = dtype == "bfloat16"
         placed(bundle)
         if world.size > 1:
@@ -56,26 +59,39 @@ class Backend:
             return contextlib.nullcontext()
         return torch.autocast(self.model.device.type, torch.bfloat16)
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those that are trained."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """The full state dict on the CPU, copied, each tensor once (empty on other ranks than 0). All ranks must call it."""
-        if self.world.size == 1:
-            return {n: v.clone() for n, v in exported(self.model.state_dict(), self.tied).items()}
-        state: Any = get_model_state_dict(self.model, options=_FULL)
-        return exported(state, self.tied)
+        """What rollouts need, as state(): the model without its critic; with adapters those alone, under PEFT's names."""
+        state = self.state()
+        if self.adapters:
+            return {lora.exported_name(name): value for name, value in state.items() if lora.is_adapter(name)}
+        return {name: value for name, value in state.items() if not name.startswith(f"{CRITIC}.")}
 
-    def load_weights(self, state: dict[str, Tensor]) -> None:
-        """The inverse of weights(): rank 0's state to all ranks."""
+    def state(self) -> dict[str, Tensor]:
+        """All that is trained, on the CPU, copied, each tensor once (empty on other ranks than 0). All ranks must call it."""
+        if self.world.size == 1:
+            whole: Any = {n: v.clone() for n, v in exported(self.model.state_dict(), self.tied).items() if self._kept(n)}
+            return dict(whole)
+        options = dataclasses.replace(_FULL, ignore_frozen_params=self.adapters)
+        state: Any = get_model_state_dict(self.model, options=options)
+        return {n: v for n, v in exported(state, self.tied).items() if self._kept(n)}
+
+    def _kept(self, name: str) -> bool:
+        return not self.adapters or lora.is_adapter(name) or name.startswith(f"{CRITIC}.")
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of state(): rank 0's to all ranks."""
         whole: dict[str, Any] = dict(state)
-        if self.world.first:
+        if self.world.first and not self.adapters:
             for name, value in self.model.state_dict(keep_vars=True).items():
                 if name in self.tied:
                     twin = next(n for n, v in self.model.state_dict(keep_vars=True).items() if v is value)
                     whole[name] = whole[twin]
         options = _LOAD if self.world.size > 1 else StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.model, whole, options=options)
+        set_model_state_dict(self.model, whole, options=dataclasses.replace(options, strict=not self.adapters))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return dict(get_optimizer_state_dict(self.model, optimizer, options=_FULL))

@@ -30,6 +30,7 @@ class Row:
     rollout: Array | None
     """float32 log-probs of the engine; None for targets."""
     advantage: float
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class RowHead:
     advantage: float
     counts: bool
     """False: its reward failed; it has no weight."""
+    reward: float = 0.0
 
 
 class Batch:
@@ -62,7 +64,8 @@ class Batch:
                 good = rewards is None or bool(np.isfinite(rewards[row]))
                 advantage = 0.0 if advantages is None else advantages[row]
                 length = part.lengths[row] if part.lengths else 0
-                found.append(RowHead(index, len(found), length, advantage, good))
+                reward = float(rewards[row]) if rewards is not None and good else 0.0
+                found.append(RowHead(index, len(found), length, advantage, good, reward))
         return found
 
     def row(self, index: int) -> Row:
@@ -73,7 +76,7 @@ class Batch:
             said = f"row {head.row} of slice {head.slice} has {len(found.completion)} tokens, its head says {head.length}"
             raise BodyLost(said)
         mask = found.mask if head.counts else np.zeros_like(found.mask)
-        return replace(found, mask=mask, advantage=head.advantage)
+        return replace(found, mask=mask, advantage=head.advantage, reward=head.reward)
 
     def _rows(self, index: int) -> list[Row]:
         """Every generated row of the track in a slice, in the order of its heads: turn by turn."""

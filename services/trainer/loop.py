@@ -141,7 +141,7 @@ class Trainer:
             self.publisher.publish(version, weights, pinned)
 
     def _save(self, entry: LogEntry) -> None:
-        weights, optimizer = self.backend.weights(), self.backend.optimizer_state(self.stack.optimizer)
+        weights, optimizer = self.backend.state(), self.backend.optimizer_state(self.stack.optimizer)
         if self.link is None or self.publisher is None:
             return
         with self.link.timed("checkpoint"):
@@ -168,7 +168,7 @@ class Trainer:
             return None
         found = Path(name)
         position = checkpoints.position(found)
-        self.backend.load_weights(load_file(found / "model.safetensors"))
+        self.backend.load_state(load_file(found / "model.safetensors"))
         self.backend.load_optimizer(self.stack.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
         self.stack.progress.version = position.versions[self.track]
         return position

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed.tensor
@@ -30,8 +30,20 @@ def lr_factor(section: Section, step: int, total: int) -> float:
     return max(section.min_ratio, fall, 0.0)
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], section: Section) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+def param_groups(names: Iterable[str], lr: float, group_lrs: Mapping[str, float]) -> list[tuple[float, list[str]]]:
+    """(learning rate, names): the first of `group_lrs` that a name contains decides, the rest has `lr` and comes first."""
+    groups: dict[str, list[str]] = {"": [], **{part: [] for part in group_lrs}}
+    for name in names:
+        groups[next((part for part in group_lrs if part in name), "")].append(name)
+    return [(group_lrs.get(part, lr), own) for part, own in groups.items() if own]
+
+
+def make_optimizer(named: Mapping[str, torch.nn.Parameter], section: Section) -> torch.optim.AdamW:
+    groups = [
+        {"params": [named[name] for name in names], "lr": lr}
+        for lr, names in param_groups(named, section.lr, section.group_lrs)
+    ]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
 
 
 def global_norm(parameters: Iterable[torch.nn.Parameter]) -> float:

@@ -15,12 +15,16 @@ from torch import Tensor
 from services.trainer import planner
 from services.trainer.aggregation import NoActiveTokens, loss_scale
 from services.trainer.algorithms.base import Algorithm, Micro, Tally
+from services.trainer.algorithms.policy import drift
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch, Row
+from services.trainer.frozen import Frozen, critic_targets
 from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer
 from services.trainer.world import World
 from shared.config.sections import Train
-from shared.models.ar.replay import replay
+from shared.models import lora
+from shared.models.ar.bundle import Bundle
+from shared.models.ar.replay import Replayed, replay
 
 
 @dataclass
@@ -39,30 +43,56 @@ class Progress:
     """Committed optimizer steps: the learning rate follows them."""
 
 
+@dataclass
+class Work:
+    """One update's share of this rank."""
+
+    rows: list[Row]
+    micros: list[list[int]]
+    """Places in `rows` of those that are computed."""
+    most: int
+    """Micro-batches of the rank that has the most: the others run along."""
+    sequences: int
+    """Rows of the whole update, on all ranks."""
+
+
 class TrainStack:
     """One track: its backend, algorithm and optimizer."""
 
     def __init__(
-        self, backend: Backend, algorithm: Algorithm, section: Train, world: World, total_steps: int, temperature: float
+        self,
+        backend: Backend,
+        algorithm: Algorithm,
+        section: Train,
+        world: World,
+        total_steps: int,
+        temperature: float,
+        reference: Bundle | None = None,
+        seed: int = 0,
     ) -> None:
+        """`reference`: the frozen model of a KL or a distillation; None with adapters means the model without them."""
         self.backend, self.algorithm, self.section, self.world = backend, algorithm, section, world
-        self.total, self.temperature = total_steps, temperature
-        self.parameters = backend.parameters()
-        self.optimizer = make_optimizer(self.parameters, section.optimizer)
+        self.total, self.temperature, self.reference, self.seed = total_steps, temperature, reference, seed
+        named = backend.named_parameters()
+        self.parameters = list(named.values())
+        self.optimizer = make_optimizer(named, section.optimizer)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.packed = section.replay == "packed"
         self.progress = Progress()
         self.tick: Callable[[], None] = lambda: None
         """Called before every micro-batch."""
+        if algorithm.needs_reference and reference is None and not lora.has_adapter(backend.model):
+            raise ValueError("the algorithm compares with a reference: give the stack one")
 
     def train_track(self, batch: Batch) -> StepResult:
         """All updates of a batch. 0 updates, with a reason, if nothing counts or a gradient is not finite."""
         result, tally = StepResult(), Tally()
-        plan = planner.updates(len(batch.heads), self.section.num_updates_per_batch)
-        local = [self._local(batch, rows) for rows in plan]
-        anchors = [self._anchors(rows) for rows in local] if len(plan) > 1 else [None]
+        work = self._plan(batch)
+        frozen = self._freeze(work)
         losses, norms = [], []
-        for rows, anchor, whole in zip(local, anchors, plan, strict=True):
+        for own, before in zip(work, frozen, strict=True):
             try:
-                loss, norm = self._update(rows, anchor, len(whole), tally)
+                loss, norm = self._update(own, before, tally)
             except NoActiveTokens as error:
                 result.reason = str(error)
                 continue
@@ -76,29 +106,33 @@ class TrainStack:
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    def _local(self, batch: Batch, rows: range) -> list[Row]:
-        return [batch.row(i) for i in planner.of_rank(rows, self.world.rank, self.world.size)]
+    # planning -------------------------------------------------------------------------------------------------------------
 
-    def _update(self, rows: list[Row], anchor: Tensor | None, sequences: int, tally: Tally) -> tuple[float, float]:
-        """One optimizer step; returns its loss and gradient norm. The step is left out if the norm is not finite."""
-        active = sum(float(row.mask.sum()) for row in rows)
+    def _plan(self, batch: Batch) -> list[Work]:
+        """Updates, this rank's rows of each, and their micro-batches. The same on every rank, but for whose rows are opened."""
+        count, lengths = self.section.num_updates_per_batch, [head.length for head in batch.heads]
+        order = list(range(len(lengths)))
+        if self.section.shuffle_updates and count > 1:
+            order = planner.shuffled(len(order), self.seed, self.progress.version)
+        work = []
+        for places in planner.updates(len(order), count):
+            whole = sorted(order[i] for i in places)
+            rows = [batch.row(i) for i in planner.of_rank(whole, lengths, self.world.rank, self.world.size)]
+            work.append(self._work(rows, len(whole)))
+        return work
+
+    def _work(self, rows: list[Row], sequences: int) -> Work:
         live = [i for i, row in enumerate(rows) if self._computed(row)]
-        micros = planner.chunks(live, self.section.micro_batch_size)
-        [total] = self.world.total([active])
+        sizes = [planner.Size(len(rows[i].prompt), len(rows[i].completion)) for i in live]
+        budget, kind = self.section.micro_batch_tokens, self.section.micro_batch_cost
+        if budget is None:
+            micros = [list(chunk) for chunk in planner.chunks(live, self.section.micro_batch_size)]
+        else:
+            micros = [[live[i] for i in micro] for micro in planner.first_fit_decreasing(sizes, budget, kind)]
         [most] = self.world.largest([float(len(micros))])
-        self.optimizer.zero_grad(set_to_none=False)
-        loss_sum = 0.0
-        if total <= 0:
-            raise NoActiveTokens("no token of the step counts: every sequence is empty, masked or failed")
-        for index in range(int(most)):
-            chosen = micros[index] if index < len(micros) else []
-            loss_sum += self._micro(rows, chosen, anchor, total, sequences, tally)
-        self._fill_missing_gradients()
-        norm = global_norm(self.parameters)
-        if math.isfinite(norm):
-            self._step(norm)
-        [loss] = self.world.total([loss_sum])
-        return loss, norm
+        if budget is not None and len(micros) < most <= len(live):  # all ranks have as many, so nobody idles
+            micros = [[live[i] for i in micro] for micro in planner.balance_into(sizes, int(most), kind)]
+        return Work(rows, micros, int(most), sequences)
 
     def _computed(self, row: Row) -> bool:
         """Whether the row can add to the gradient."""
@@ -106,49 +140,84 @@ class TrainStack:
             return False
         return row.advantage != 0 or not self.algorithm.idle_without_advantage
 
-    def _micro(
-        self, rows: list[Row], chosen: Sequence[int], anchor: Tensor | None, total: float, sequences: int, tally: Tally
-    ) -> float:
+    # before the first update ----------------------------------------------------------------------------------------------
+
+    def _freeze(self, work: Sequence[Work]) -> list[Frozen | None]:
+        """What the updates are held against: log-probs and values of the policy before the first, over the micro-batches that
+        training uses. With one update and no critic the update's own forward pass has them."""
+        critic = "values" in self.algorithm.anchor_fields
+        if len(work) == 1 and not critic:
+            return [None]
+        frozen: list[Frozen | None] = [self._frozen(own) for own in work]
+        if critic:
+            critic_targets(frozen, work, self.algorithm, self.world)
+        return frozen
+
+    @torch.no_grad()
+    def _frozen(self, work: Work) -> Frozen:
+        out = Frozen.empty(work.rows)
+        for index in range(work.most):
+            chosen = work.micros[index] if index < len(work.micros) else []
+            self.tick()
+            found = self._replay([work.rows[i] for i in chosen] or [_DUMMY])
+            if chosen:
+                out.put(chosen, found.log_probs, found.values)
+        return out
+
+    # one update -----------------------------------------------------------------------------------------------------------
+
+    def _update(self, work: Work, frozen: Frozen | None, tally: Tally) -> tuple[float, float]:
+        """One optimizer step; returns its loss and gradient norm. The step is left out if the norm is not finite."""
+        [total] = self.world.total([sum(float(row.mask.sum()) for row in work.rows)])
+        self.optimizer.zero_grad(set_to_none=False)
+        if total <= 0:
+            raise NoActiveTokens("no token of the step counts: every sequence is empty, masked or failed")
+        loss_sum = 0.0
+        for index in range(work.most):
+            chosen = work.micros[index] if index < len(work.micros) else []
+            loss_sum += self._micro(work, chosen, frozen, total, tally)
+        self._fill_missing_gradients()
+        norm = global_norm(self.parameters)
+        if math.isfinite(norm):
+            self._step(norm)
+        [loss] = self.world.total([loss_sum])
+        return loss, norm
+
+    def _micro(self, work: Work, chosen: Sequence[int], frozen: Frozen | None, total: float, tally: Tally) -> float:
         """Forward and backward of one micro-batch. A rank with fewer than the others runs along with weight 0."""
         self.tick()
-        members = [rows[i] for i in chosen] or [_DUMMY]
-        with self.backend.computing():
-            new = self._replay(members)
+        members = [work.rows[i] for i in chosen] or [_DUMMY]
+        reference = self._reference(members) if self.algorithm.needs_reference else None
+        found = self._replay(members)
         if not chosen:
-            (new.sum() * 0).backward()  # type: ignore[no-untyped-call]
+            unused = found.log_probs.sum() if found.values is None else found.log_probs.sum() + found.values.sum()
+            (unused * 0).backward()  # type: ignore[no-untyped-call]
             return 0.0
-        micro = _packed(members, new, None if anchor is None else _pick(rows, chosen, anchor))
-        scale = loss_scale(self.algorithm.aggregation, float(micro.mask.sum()), total, len(members), sequences)
+        micro = _packed(members, found)
+        micro.reference = reference
+        micro.progress = self.progress.version / max(1, self.total)
+        if frozen is not None:
+            frozen.fill(micro, chosen)
+        scale = loss_scale(self.algorithm.aggregation, float(micro.mask.sum()), total, len(members), work.sequences)
         loss = self.algorithm.loss(micro, tally) * scale
         loss.backward()  # type: ignore[no-untyped-call]
         if micro.rollout is not None:
-            gap = (new.detach() - micro.rollout).abs()
-            tally.mean("rollout_gap", gap, micro.mask)
-            tally.peak("rollout_gap_max", gap, micro.mask)
+            _drift(micro, tally)
         return float(loss.detach())
 
-    def _replay(self, members: Sequence[Row]) -> Tensor:
+    def _replay(self, members: Sequence[Row], bundle: Bundle | None = None) -> Replayed:
+        own = self.backend.bundle if bundle is None else bundle
         prompts, completions = [m.prompt for m in members], [m.completion for m in members]
-        return replay(self.backend.bundle, prompts, completions, self.temperature)
+        entropy = bundle is None and self.algorithm.needs_entropy and torch.is_grad_enabled()
+        with self.backend.computing():
+            return replay(own, prompts, completions, self.temperature, self.packed, entropy)
 
     @torch.no_grad()
-    def _anchors(self, rows: list[Row]) -> Tensor:
-        """Log-probs of the policy before the first update, over the micro-batches that training uses, packed by row."""
-        live = [i for i, row in enumerate(rows) if self._computed(row)]
-        micros = planner.chunks(live, self.section.micro_batch_size)
-        [most] = self.world.largest([float(len(micros))])
-        lengths = [len(row.completion) for row in rows]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        out = torch.zeros(int(starts[-1]))
-        for index in range(int(most)):
-            chosen = micros[index] if index < len(micros) else []
-            with self.backend.computing():
-                new = self._replay([rows[i] for i in chosen] or [_DUMMY])
-            if chosen:
-                place = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
-                out = out.to(new.dtype)
-                out[torch.from_numpy(place)] = new.cpu()
-        return out
+    def _reference(self, members: Sequence[Row]) -> Tensor:
+        if self.reference is not None:
+            return self._replay(members, self.reference).log_probs
+        with lora.using(self.backend.model, None):
+            return self._replay(members).log_probs
 
     def _fill_missing_gradients(self) -> None:
         """Where no row had an advantage the gradient is exactly 0, and the optimizer's momentum still moves."""
@@ -158,11 +227,13 @@ class TrainStack:
 
     def _step(self, norm: float) -> None:
         clip_(self.parameters, norm, self.section.optimizer.grad_clip)
-        lr = self.section.optimizer.lr * lr_factor(self.section.optimizer, self.progress.version, self.total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        factor = lr_factor(self.section.optimizer, self.progress.version, self.total)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
         self.optimizer.step()
         self.progress.version += 1
+
+    # figures --------------------------------------------------------------------------------------------------------------
 
     def _culprits(self) -> str:
         names = [n for n, p in self.backend.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
@@ -195,25 +266,35 @@ _DUMMY = Row(
 )
 
 
-def _packed(members: Sequence[Row], new: Tensor, anchor: Tensor | None) -> Micro:
+def _packed(members: Sequence[Row], found: Replayed) -> Micro:
+    new = found.log_probs
     device = new.device
     rollout = None
     if all(m.rollout is not None for m in members):
         rollout = torch.from_numpy(np.concatenate([m.rollout for m in members])).to(device)
     return Micro(
         new=new,
-        anchor=new.detach() if anchor is None else anchor.to(device),
+        anchor=new.detach(),
         rollout=rollout,
         advantages=torch.tensor([m.advantage for m in members], dtype=new.dtype, device=device),
         mask=torch.from_numpy(np.concatenate([m.mask for m in members])).to(device),
         lengths=torch.tensor([len(m.completion) for m in members]),
+        entropy=found.entropy,
+        values=found.values,
     )
 
 
-def _pick(rows: list[Row], chosen: Sequence[int], anchor: Tensor) -> Tensor:
-    starts = np.concatenate([[0], np.cumsum([len(row.completion) for row in rows])])
-    index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
-    return anchor[torch.from_numpy(index)]
+def _drift(micro: Micro, tally: Tally) -> None:
+    """Rollout against replay: means over tokens, and what is furthest."""
+    assert micro.rollout is not None
+    gap = (micro.new.detach() - micro.rollout).abs()
+    tally.mean("rollout_gap", gap, micro.mask)
+    tally.peak("rollout_gap_max", gap, micro.mask)
+    figures = drift(micro.new, micro.rollout, micro.mask)
+    active = micro.mask[micro.mask > 0]
+    for name in ("k3_mean", "k3_p99"):
+        if name in figures and len(active):
+            tally.mean(name, torch.full_like(active, figures[name]))
 
 
 def _finite(grad: Any) -> bool:

@@ -20,6 +20,28 @@ class Component(Section):
     params: dict[str, Any] = {}
 
 
+class Lora(Section):
+    """Adapters are trained in place of the model's own weights; versions hold them alone."""
+
+    rank: int = Field(..., ge=1)
+    alpha: float = Field(..., gt=0)
+    """The adapter is scaled by alpha / rank."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Linear modules by the ends of their names."""
+    prefix: str = ""
+    """Only modules below this one."""
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> Lora:
+        if self.targets == ():
+            raise ValueError("targets () names no module: leave it out for all linear ones")
+        if self.prefix and not isinstance(self.targets, tuple):
+            raise ValueError("a prefix goes with a list of targets")
+        if self.prefix and not self.prefix.strip("."):
+            raise ValueError(f"prefix {self.prefix!r} names no module")
+        return self
+
+
 class Model(Section):
     path: str
     """A model folder below the configured roots, or `job:ID`: the newest complete version of another job."""
@@ -27,6 +49,8 @@ class Model(Section):
     """Of `job:ID`: which of its tracks."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     attention: Literal["sdpa", "eager"] = "sdpa"
+    lora: Lora | None = None
+    """None: all weights are trained."""
 
 
 class Data(Section):
@@ -116,6 +140,8 @@ class Optimizer(Section):
     min_ratio: float = Field(0.0, ge=0, le=1)
     """Floor of linear and cosine decay, as a share of lr."""
     grad_clip: float = Field(1.0, gt=0)
+    group_lrs: dict[str, float] = Field({})
+    """Learning rates of parameters by a part of their names; the first that fits counts."""
 
     def check_total(self, total: int) -> None:
         """ValueError unless the decaying schedules have steps left after their warm-up."""
@@ -127,7 +153,24 @@ class Train(Section):
     optimizer: Optimizer
     num_updates_per_batch: int = Field(1, ge=1)
     micro_batch_size: int | None = Field(None, ge=1)
-    """Sequences a forward pass and rank; None: a mini-batch at once."""
+    """Sequences a forward pass and rank; None: a mini-batch at once, or as many as micro_batch_tokens allows."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Tokens a forward pass and rank, prompts included, in place of a number of sequences. A longer sequence is alone."""
+    micro_batch_cost: Literal["dense", "sum"] = "sum"
+    """What is counted: the padded tensor, or the tokens alone (right for packed replay)."""
+    replay: Literal["padded", "packed"] = "padded"
+    """packed: the sequences of a micro-batch stand in one row, without padding and without attention across them."""
+    shuffle_updates: bool = False
+    """With several updates a batch: rows in a new order each time, by the job's seed and the step. Not by tokens."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_planner(self) -> Train:
+        if self.micro_batch_tokens is not None and self.micro_batch_size is not None:
+            raise ValueError("micro_batch_tokens and micro_batch_size: give one of them")
+        if self.micro_batch_tokens is not None and self.shuffle_updates:
+            raise ValueError("shuffle_updates: not with micro_batch_tokens, which orders rows by length")
+        return self
+
     checkpoint_every: int = Field(0, ge=0)
     """Steps; 0: only at the end."""
     keep_checkpoints: int = Field(2, ge=1)

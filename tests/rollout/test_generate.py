@@ -115,7 +115,7 @@ def test_replay_scores_what_generation_sampled(bundle: Bundle) -> None:
     prompts = [np.asarray(p, np.int32) for p in PROMPTS]
     completions = [np.asarray(c.tokens, np.int32) for c in found]
     with torch.no_grad():
-        scored = replay(bundle, prompts, completions)
+        scored = replay(bundle, prompts, completions).log_probs
     rollout = np.concatenate([c.log_probs for c in found])
     assert np.abs(scored.numpy() - rollout).max() < 1e-4
 
@@ -124,8 +124,8 @@ def test_replay_of_a_row_does_not_depend_on_its_neighbours(bundle: Bundle) -> No
     prompts = [np.asarray(p, np.int32) for p in PROMPTS]
     completions = [np.asarray(c, np.int32) for c in ([9, 8, 7], [6], [5, 4, 3, 2, 9, 9], [])]
     with torch.no_grad():
-        together = replay(bundle, prompts, completions)
-        singles = torch.cat([replay(bundle, [p], [c]) for p, c in zip(prompts, completions, strict=True) if len(c)])
+        together = replay(bundle, prompts, completions).log_probs
+        singles = torch.cat([replay(bundle, [p], [c]).log_probs for p, c in zip(prompts, completions, strict=True) if len(c)])
     assert torch.allclose(together, singles, atol=1e-5) and len(together) == 10
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     later = stack.backend.weights()
 
     other = make_stack(model, dtype, world, num_updates_per_batch=3, micro_batch_size=2)
-    other.backend.load_weights(load_file(folder / "model.safetensors") if world.first else {})
+    other.backend.load_state(load_file(folder / "model.safetensors") if world.first else {})
     other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(folder / "optimizer.safetensors"))
     other.progress.version = 3
     other.train_track(make_batch(seed=1))

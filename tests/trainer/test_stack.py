@@ -217,7 +217,7 @@ def test_grpo_makes_rewarded_completions_more_likely(model_folder: Path) -> None
 
     def score() -> list[float]:
         with torch.no_grad():
-            return [float(stack._replay([row]).sum()) if len(row.completion) else 0.0 for row in rows]
+            return [float(stack._replay([row]).log_probs.sum()) if len(row.completion) else 0.0 for row in rows]
 
     before = score()
     for _ in range(10):
@@ -237,7 +237,7 @@ def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> 
     found = checkpoints.newest(tmp_path)
     assert found is not None and checkpoints.position(found) == position
     other = make_stack(model_folder)
-    other.backend.load_weights(load_file(found / "model.safetensors"))
+    other.backend.load_state(load_file(found / "model.safetensors"))
     other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
     other.progress.version = position.versions["policy"]
     for seed in range(3, 5):
@@ -272,8 +272,8 @@ def test_a_version_that_does_not_fit_is_refused_by_name(model_folder: Path) -> N
 def test_planner() -> None:
     assert [list(c) for c in planner.chunks(range(5), 2)] == [[0, 1], [2, 3], [4]] and planner.chunks([], 2) == []
     assert planner.updates(6, 2) == [range(3), range(3, 6)]
-    shares = [list(planner.of_rank(range(7), r, 3)) for r in range(3)]
-    assert shares == [[0, 1, 2], [3, 4], [5, 6]] and [list(planner.of_rank(range(1), r, 2)) for r in range(2)] == [
+    shares = [list(planner.of_rank(range(7), [1] * 7, r, 3)) for r in range(3)]
+    assert shares == [[0, 1, 2], [3, 4], [5, 6]] and [list(planner.of_rank(range(1), [1], r, 2)) for r in range(2)] == [
         [0],
         [],
     ]

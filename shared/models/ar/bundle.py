@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Parameters' dtype by the recipe's: bfloat16 computes under autocast over fp32 master weights."""
 
+CRITIC = "value_head"
+"""Name of the module that estimates returns, put into a model for PPO. Rollouts never see it."""
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*")
 """What makes a folder of weights a model that others can open."""
 
@@ -54,6 +56,14 @@ def load(files: Path, weights: Path | None, dtype: str = "float32", attention: s
     tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
     pad = model.config.pad_token_id
     return Bundle(model, tokenizer, pad if isinstance(pad, int) else 0)
+
+
+def add_critic(bundle: Bundle) -> None:
+    """A linear head on the last hidden states; its first values are 0."""
+    head = torch.nn.Linear(bundle.model.get_output_embeddings().in_features, 1, dtype=next(bundle.model.parameters()).dtype)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    setattr(bundle.model, CRITIC, head)
 
 
 def placed(bundle: Bundle) -> Bundle:

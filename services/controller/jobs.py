@@ -18,6 +18,7 @@ from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
 from services.controller.lifecycles.state import Phase, Plan, Root
+from services.controller.models import check_adapter, reference_of
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, Recipe, Sampling, Suite, scorer_place, scorers_of
 from shared.config.settings import Settings
@@ -45,6 +46,8 @@ class JobDoc(msgspec.Struct, frozen=True, kw_only=True):
     weights: str | None
     """Folder of the weights version that it starts from; None: they stand in `files`."""
     warnings: tuple[str, ...] = ()
+    reference: tuple[str, str | None] | None = None
+    """Folders, as `files` and `weights`, of the frozen model that the recipe names."""
     fingerprints: dict[str, str] = {}
     """Of the data sources by field, as they were at submission."""
 
@@ -85,6 +88,7 @@ def prepare(document: Any, settings: Settings) -> Job:
     for name, scorer in scorers_of(recipe.model_dump(mode="json")).items():
         settings.check_urls(scorer.params, f"{scorer_place(name)}.params")
     files = locate(recipe.model, settings)
+    check_adapter(recipe.model, files)
     doc = JobDoc(
         id=uuid4().hex[:12],
         created=time.time(),
@@ -92,6 +96,7 @@ def prepare(document: Any, settings: Settings) -> Job:
         plan=plan,
         files=str(files.files),
         weights=str(files.weights) if files.weights else None,
+        reference=reference_of(recipe, files, settings),
     )
     job = open_job(doc, settings)
     warnings = tuple(_warnings(plan, job))

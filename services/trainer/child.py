@@ -94,7 +94,7 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
     from shared.agent.registry import Assignment
     from shared.config import specs
     from shared.config.sections import Component, Model, Train, Weights
-    from shared.models.ar.bundle import copy_side_files, load
+    from shared.models.ar.bundle import copy_side_files
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
     from shared.wire.client import connect
@@ -112,25 +112,25 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
         link = Link(client, keys, bodies, agent, pack(Assignment(**assignment)), *preread)  # type: ignore[arg-type]
     section, model = Train.model_validate(recipe["train"]), Model.model_validate(recipe["model"])
     try:
-        bundle = load(Path(doc["files"]), Path(doc["weights"]) if doc["weights"] else None, model.dtype, model.attention)
-        backend = Backend(bundle, world, model.dtype)
         named = Component(name=recipe["algorithm"]["name"], params=recipe["algorithm"]["params"])
         algorithm = ALGORITHMS[named.name](specs.check("algorithm", named.name, named.params, "algorithm"))
+        bundle, adapter = _model(doc, model, recipe["seed"], named.name, section.replay)
+        backend = Backend(bundle, world, model.dtype)
+        reference = _reference(doc, model, algorithm, section.replay)
     except (ValueError, OSError) as error:
         _give_up(link, f"the model cannot be loaded: {error}")
         raise
     temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
     total = plan["steps"] * section.num_updates_per_batch
-    stack = TrainStack(backend, algorithm, section, world, total, temperature)
+    stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
     publisher = None
     incarnation = int(client.hget(keys.meta, "incarnation"))
     if link is not None:
         store = WeightStore(settings.weights(job), track)
         copy_side_files(Path(doc["files"]), store.files)
         keep = Weights.model_validate(recipe["weights"]).keep
-        publisher = Publisher(
-            store, incarnation, keep, plan["need"] == "at_least", link.report, link.announce, link.timed, link.warn
-        )
+        replace = plan["need"] == "at_least"
+        publisher = Publisher(store, incarnation, keep, replace, link.report, link.announce, link.timed, link.warn, adapter)
     return Trainer(
         track=track,
         stack=stack,
@@ -143,6 +143,42 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
         publisher=publisher,
         stopping=stopping.is_set,
     )
+
+
+def _model(doc: Any, model: Any, seed: int, algorithm: str, mode: str) -> tuple[Any, Any]:
+    """The bundle that is trained, and what its versions say if they hold an adapter alone."""
+    from services.trainer.publisher import Adapted
+    from shared.config import specs
+    from shared.models import lora
+    from shared.models.ar import packed
+    from shared.models.ar.bundle import add_critic, load
+
+    files, weights = Path(doc["files"]), Path(doc["weights"]) if doc["weights"] else None
+    bundle, adapter = load(files, weights, model.dtype, model.attention), None
+    if model.lora is not None:
+        base, modules = weights or files, lora.inject(bundle.model, model.lora, seed)
+        adapter = Adapted(str(base), lora.config_text(model.lora, base, modules))
+    if specs.find("algorithm", algorithm, "algorithm").flags.get("requires_critic"):
+        add_critic(bundle)
+    if mode == "packed":
+        packed.enable(bundle.model)
+    return bundle, adapter
+
+
+def _reference(doc: Any, model: Any, algorithm: Any, mode: str) -> Any:
+    """The frozen model beside the trained one; None where none is needed, or where it is that model without its adapters."""
+    from shared.models.ar import packed
+    from shared.models.ar.bundle import load, placed
+
+    given = doc.get("reference")
+    if not algorithm.needs_reference or (model.lora is not None and given is None):
+        return None
+    files, weights = given or (doc["files"], doc["weights"])
+    bundle = load(Path(files), Path(weights) if weights else None, model.dtype, model.attention)
+    bundle.model.requires_grad_(False)
+    if mode == "packed":
+        packed.enable(bundle.model)
+    return placed(bundle)
 
 
 def _give_up(link: Any, error: str) -> None:

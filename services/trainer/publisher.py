@@ -6,15 +6,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import safetensors.torch
 from torch import Tensor
 
 from shared.files import when_there_is_space
+from shared.models.lora import CONFIG
 from shared.weights.store import WeightStore
 from shared.wire.envelope import Published
 
 Snapshot = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What a version that holds an adapter alone says beside its tensors."""
+
+    base: str
+    """Folder of the weights that it applies to."""
+    config: str
+    """adapter_config.json."""
+
+
 SHARD_BYTES = 1 << 30
 """Tensors are written in shards of about so much, so that few bytes are held twice."""
 
@@ -32,6 +46,7 @@ class Publisher:
         announce: Callable[[str, int, int], None] = lambda track, incarnation, version: None,
         timed: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         say: Callable[[str], None] = lambda text: None,
+        adapter: Adapted | None = None,
     ) -> None:
         """
         Args:
@@ -40,9 +55,11 @@ class Publisher:
             announce: tells whoever may want to read it ahead, first.
             timed: notes how long a version took.
             say: tells people why it takes so long.
+            adapter: snapshots hold an adapter alone, and versions are folders that PEFT reads.
         """
         self.store, self.incarnation, self.keep, self.replace = store, incarnation, keep, replace
         self.report, self.announce, self.timed, self.say = report, announce, timed, say
+        self.adapter = adapter
         self.waiting: list[tuple[int, Snapshot, bool]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
@@ -87,14 +104,21 @@ class Publisher:
     def _write(self, version: int, snapshot: Snapshot) -> None:
         started = time.monotonic()
         with self.timed(f"publish v{version}"):
-            size = when_there_is_space(lambda: self.store.publish(self.incarnation, version, shards(snapshot)), self.say)
+            size = when_there_is_space(lambda: self._publish(version, snapshot), self.say)
         self.announce(self.store.track, self.incarnation, version)
         seconds = time.monotonic() - started
         self.report(Published(track=self.store.track, version=version, nbytes=size, seconds=seconds))
         self.store.collect(self.incarnation, self.keep)
 
+    def _publish(self, version: int, snapshot: Snapshot) -> int:
+        if self.adapter is None:
+            return self.store.publish(self.incarnation, version, shards(snapshot))
+        config = (CONFIG, self.adapter.config.encode())
+        files = [config, *shards(snapshot, "adapter_model")]
+        return self.store.publish(self.incarnation, version, files, kind="lora", base=self.adapter.base)
 
-def shards(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
+
+def shards(snapshot: Snapshot, stem: str = "model") -> Iterator[tuple[str, bytes]]:
     """(file name, bytes) in safetensors' format; a single one is called `model.safetensors`."""
     pieces: list[Snapshot] = [{}]
     size = 0
@@ -106,4 +130,4 @@ def shards(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
         size += value.nbytes
     for index, piece in enumerate(pieces, 1):
         suffix = "" if len(pieces) == 1 else f"-{index:05}-of-{len(pieces):05}"
-        yield f"model{suffix}.safetensors", safetensors.torch.save(piece)
+        yield f"{stem}{suffix}.safetensors", safetensors.torch.save(piece)

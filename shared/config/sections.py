@@ -116,6 +116,9 @@ class Advantage(Section):
 
 class Algorithm(Component):
     advantage: Advantage = Advantage()
+    reference: str | None = None
+    """The frozen model of a KL penalty, or the teacher: a model folder or `job:ID`. None: the model that training starts from,
+    with adapters the model without them."""
 
 
 class Schedule(Section):

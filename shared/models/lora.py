@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shared.config.sections import Lora
@@ -108,37 +108,27 @@ def exported_name(name: str) -> str:
     return _PREFIX + name.replace(f".lora_A.{LIVE}.", ".lora_A.").replace(f".lora_B.{LIVE}.", ".lora_B.")
 
 
-def own_name(name: str) -> str:
-    """The inverse of exported_name."""
-    bare = name.removeprefix(_PREFIX)
-    return bare.replace(".lora_A.weight", f".lora_A.{LIVE}.weight").replace(".lora_B.weight", f".lora_B.{LIVE}.weight")
+CONFIG = "adapter_config.json"
 
 
-def merged(state: Mapping[str, Tensor], scaling: Mapping[str, float]) -> dict[str, Tensor]:
-    """A plain model's state dict from one with adapters: `W + scaling B A`. `scaling` by module name."""
-    out: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if ".lora_A." in name or ".lora_B." in name:
-            continue
-        module, found, rest = name.partition(".base_layer.")
-        if not found:
-            out[name] = value
-            continue
-        if rest == "weight":
-            a, b = state[f"{module}.lora_A.{LIVE}.weight"], state[f"{module}.lora_B.{LIVE}.weight"]
-            value = (value.double() + scaling[module] * (b.double() @ a.double())).to(value.dtype)
-        out[f"{module}.{rest}"] = value
-    return out
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter's folder says of itself."""
+
+    base: Path
+    """Folder of the weights that it was trained on."""
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    """The linear modules that it changes, by their whole names."""
 
 
-def save_adapter(folder: Path, tensors: Mapping[str, Tensor], section: Lora, base: str, modules: Iterable[str]) -> None:
-    """A PEFT adapter folder. `tensors` by their exported names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), folder / "adapter_model.safetensors", {"format": "pt"})
-    config = {
+def config_text(section: Lora, base: Path, modules: Iterable[str]) -> str:
+    """adapter_config.json of PEFT."""
+    document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": str(base),
         "r": section.rank,
         "lora_alpha": section.alpha,
         "lora_dropout": 0.0,
@@ -155,4 +145,23 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], section: Lora, bas
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    return json.dumps(document, indent=2)
+
+
+def read_config(folder: Path) -> Adapter:
+    """Of a version that holds an adapter alone. ValueError if the file is none."""
+    try:
+        found = json.loads((folder / CONFIG).read_text())
+        modules = tuple(map(str, found["target_modules"]))
+        return Adapter(Path(found["base_model_name_or_path"]), int(found["r"]), float(found["lora_alpha"]), modules)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder / CONFIG} is no adapter's configuration: {error}") from error
+
+
+@torch.no_grad()
+def merge_into(model: Any, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
+    """Adds an adapter to a plain model's weights: `W + (alpha / rank) B A`, computed in float64."""
+    for name in adapter.modules:
+        a, b = (tensors[f"{_PREFIX}{name}.lora_{part}.weight"].double() for part in "AB")
+        weight: Tensor = model.get_submodule(name).weight
+        weight.copy_((weight.double() + adapter.alpha / adapter.rank * (b @ a)).to(weight.dtype))

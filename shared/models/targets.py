@@ -37,6 +37,9 @@ def chosen(linear: Sequence[str], section: Lora) -> list[str]:
 def linear_modules(folder: Path) -> list[str]:
     """Names of a model folder's matrices but its embeddings, from the headers of its safetensors files; empty without any."""
     found: list[str] = []
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():  # a version that holds an adapter alone
+        return linear_modules(Path(json.loads(adapter.read_text())["base_model_name_or_path"]))
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

@@ -100,6 +100,7 @@ class WeightStore:
         files: Iterable[tuple[str, bytes]],
         kind: str = "full",
         source: str = "live",
+        base: str = "",
     ) -> int:
         """Writes a version: names and bytes of its safetensors files. Returns bytes; 0 if it was complete before."""
         target = self.path(incarnation, version)
@@ -110,7 +111,13 @@ class WeightStore:
         try:
             shards = tuple(_written(temporary / name, data) for name, data in files)
             manifest = Manifest(
-                track=self.track, incarnation=incarnation, version=version, kind=kind, source=source, shards=shards
+                track=self.track,
+                incarnation=incarnation,
+                version=version,
+                kind=kind,
+                base=base,
+                source=source,
+                shards=shards,
             )
             (temporary / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
             if target.exists():  # an attempt that died before its marker

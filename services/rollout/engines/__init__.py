@@ -10,10 +10,15 @@ from services.rollout.engines.base import Engine
 
 def transformers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> Engine:
     from services.rollout.engines.transformers_engine import TransformersEngine
+    from shared.config.sections import Model
+    from shared.models import lora
     from shared.models.ar.bundle import load, placed
 
-    model = recipe["model"]
-    return TransformersEngine(placed(load(files, weights, model["dtype"], model["attention"])), params)
+    model = Model.model_validate(recipe["model"])
+    bundle = load(files, weights, model.dtype, model.attention)
+    if model.lora is not None:
+        lora.inject(bundle.model, model.lora)
+    return TransformersEngine(placed(bundle), params)
 
 
 ENGINES: dict[str, Callable[[dict[str, Any], Any, Any, Any], Engine]] = {"transformers": transformers}

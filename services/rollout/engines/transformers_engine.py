@@ -57,7 +57,8 @@ class TransformersEngine:
         return self.params.max_batch_rows
 
     def load(self, shards: Sequence[Path]) -> State:
-        return {name: value for path in shards for name, value in load_file(path).items()}
+        files = [path for path in shards if path.suffix == ".safetensors"]
+        return {name: value for path in files for name, value in load_file(path).items()}
 
     def adopt(self, track: str, version: int, loaded: State) -> None:
         with self.quiet:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shared.models import lora
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Parameters' dtype by the recipe's: bfloat16 computes under autocast over fp32 master weights."""
 
@@ -46,6 +48,12 @@ class Bundle:
 def load(files: Path, weights: Path | None, dtype: str = "float32", attention: str = "sdpa") -> Bundle:
     """The model of a folder, or with the weights of a version folder in place of the folder's own."""
     kind = DTYPES[dtype]
+    if weights is not None and (weights / lora.CONFIG).exists():
+        adapter = lora.read_config(weights)
+        bundle = load(files, adapter.base if adapter.base != files else None, dtype, attention)
+        tensors = {n: v for path in weights.glob("*.safetensors") for n, v in load_file(path).items()}
+        lora.merge_into(bundle.model, adapter, tensors)
+        return bundle
     if weights is None:
         model = AutoModelForCausalLM.from_pretrained(files, dtype=kind, attn_implementation=attention)
     else:
@@ -75,8 +83,13 @@ def placed(bundle: Bundle) -> Bundle:
 
 @torch.no_grad()
 def assign(model: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Copies a version's tensors into the model in place. ValueError names what is missing or does not fit."""
+    """Copies a version's tensors into the model in place: all weights, or the adapter of a model that has one.
+
+    ValueError names what is missing or does not fit.
+    """
     own = model.state_dict(keep_vars=True)
+    if lora.has_adapter(model):
+        own = {lora.exported_name(name): value for name, value in own.items() if lora.is_adapter(name)}
     seen: set[int] = set()
     for name, value in state.items():
         if name not in own or own[name].shape != value.shape:

@@ -1,0 +1,51 @@
+"""What a recipe says of its models, checked by their files' headers before anything loads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shared.config import specs
+from shared.config.problems import bad
+from shared.config.sections import Model
+from shared.config.settings import Settings
+from shared.models.targets import chosen, linear_modules
+from shared.weights.locate import ModelFiles, locate
+
+
+def check_adapter(model: Model, files: ModelFiles) -> None:
+    """BadInput for adapters of modules that the model does not have."""
+    if model.lora is None:
+        return
+    known = linear_modules(files.weights or files.files)
+    if not known:
+        return  # weights in another format: the trainer will say
+    try:
+        found = chosen(known, model.lora)
+    except ValueError as error:
+        raise bad("model.lora.targets", model.lora.targets, str(error), "names of linear modules, or all-linear") from error
+    if not found:
+        raise bad("model.lora.targets", model.lora.targets, "names no module")
+
+
+def reference_of(recipe: Any, files: ModelFiles, settings: Settings) -> tuple[str, str | None] | None:
+    """The frozen model that the recipe names. BadInput if it is needed and missing, useless, or of another vocabulary."""
+    algorithm = recipe.algorithm
+    named = getattr(algorithm, "reference", None)
+    needed = bool(specs.find("algorithm", algorithm.name, "algorithm.name").flags.get("requires_reference"))
+    if named is None:
+        if needed:
+            raise bad("algorithm.reference", None, f"{algorithm.name} needs a teacher", "a model folder, or job:ID")
+        return None
+    if not needed and not algorithm.params.get("kl_coef"):
+        raise bad("algorithm.reference", named, "nothing compares with it", "algorithm.params.kl_coef above 0, or leave it out")
+    found = locate(Model(path=named), settings, "algorithm.reference")
+    own, other = (json.loads((f / "config.json").read_text()).get("vocab_size") for f in (files.files, found.files))
+    if own != other:
+        raise bad(
+            "algorithm.reference",
+            named,
+            f"its vocabulary has {other} tokens, the model's {own}",
+            "a model of the same tokenizer",
+        )
+    return str(found.files), str(found.weights) if found.weights else None

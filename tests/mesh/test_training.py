@@ -1,0 +1,113 @@
+"""Every algorithm and form of training through all four services, two steps each, on one mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shared.models.ar.bundle import load
+from shared.models.ar.tiny import make_folder
+from tests.conftest import recipe
+from tests.mesh.conftest import Mesh
+
+LORA = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj", "down_proj"]}
+OPTIMIZER = {"optimizer": {"lr": 1e-3}, "checkpoint_every": 1}
+SCORED = {"scorers": {"letters": {"name": "regex", "params": {"pattern": ".*[a-m].*"}}}}
+"""What a random model says has such a letter every other time."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo-lora-kl": {
+        "algorithm": {"name": "grpo", "params": {"clip_range": 0.2, "kl_coef": 0.1, "entropy": True}},
+        "model__lora": LORA,
+    },
+    "grpo-kl-copy": {"algorithm": {"name": "grpo", "params": {"clip_range": 0.2, "kl_coef": 0.1, "kl_estimator": "k2"}}},
+    "gspo-packed": {
+        "algorithm": {"name": "gspo", "params": {"correction": "sequence"}},
+        "train": OPTIMIZER | {"replay": "packed", "micro_batch_tokens": 24},
+    },
+    "dppo": {"algorithm": {"name": "dppo", "params": {"correction": "token", "correction_mode": "mask"}}},
+    "cppo": {"algorithm": {"name": "cppo"}},
+    "drpo": {"algorithm": {"name": "drpo", "params": {"entropy_coef": 0.01}}},
+    "ppo-lora": {
+        "algorithm": {"name": "ppo"},
+        "model__lora": LORA,
+        "train": {"optimizer": {"lr": 1e-3, "group_lrs": {"value_head": 1e-2}}, "num_updates_per_batch": 2},
+    },
+}
+
+
+def run(mesh: Mesh, model: Path | str, trained: int = 4, **changes: Any) -> tuple[str, list[dict[str, Any]]]:
+    given = {"steps": 2, "train": OPTIMIZER, "rollout__group_size": 4, "reward": SCORED, **changes}
+    job = mesh.submit(recipe(model, **given))
+    view = mesh.done(job)
+    assert view["ledger"]["in_flight"] == 0 and view["ledger"]["trained"] == trained, view
+    return job, mesh.get(f"/v1/jobs/{job}/steps")
+
+
+def version(mesh: Mesh, job: str) -> Path:
+    folder = mesh.state / "jobs" / job / "weights" / "policy" / "1"
+    return max(folder.glob("v*"), key=lambda path: int(path.name[1:]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_form_of_training(mesh: Mesh, model_folder: Path, name: str) -> None:
+    variant = VARIANTS[name]
+    job, steps = run(mesh, model_folder, **variant)
+    last = steps[-1]
+    if "kl_coef" in variant["algorithm"].get("params", {}):
+        assert steps[0]["kl_reference"] == 0.0 and last["kl_reference"] > 0
+    if variant["algorithm"].get("params", {}).get("entropy"):
+        assert 0 < last["entropy"] < 5
+    if "value_head" in json.dumps(variant):
+        assert last["value_loss"] > 0 and "explained_variance" in last
+    names = {name for path in version(mesh, job).glob("*.safetensors") for name in load_file(path)}
+    assert not any("value_head" in name for name in names)
+    if "model__lora" in variant:
+        assert names and all(".lora_A." in n or ".lora_B." in n for n in names) and len(names) == 2 * 3 * 2
+
+
+def test_an_adapters_versions_are_peft_folders_and_start_other_jobs(mesh: Mesh, model_folder: Path) -> None:
+    """What rollouts sampled from is base + adapter; the next job starts from their sum."""
+    job, _ = run(mesh, model_folder, **VARIANTS["grpo-lora-kl"])
+    folder = version(mesh, job)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["peft_type"] == "LORA" and len(config["target_modules"]) == 6
+    base, both = load(model_folder, None), load(model_folder, folder)
+    ids = torch.arange(4, 12)[None]
+    with torch.no_grad():
+        plain, changed = base.model(ids).logits, both.model(ids).logits
+    assert not torch.equal(plain, changed)
+    after, _ = run(mesh, f"job:{job}")
+    first = mesh.state / "jobs" / after / "weights" / "policy" / "1"
+    assert first.exists()
+
+
+def test_distillation_moves_towards_its_teacher(mesh: Mesh, model_folder: Path) -> None:
+    """A teacher that is sure of what it says; the student's distance to it on its own samples falls."""
+    teacher = make_folder(model_folder.parent / "teacher", seed=7, initializer_range=0.15)
+    algorithm = {"name": "distillation", "reference": str(teacher)}
+    changes = {"train": {"optimizer": {"lr": 3e-3}}, "rollout__group_size": 16, "steps": 40}
+    _, steps = run(mesh, model_folder, trained=80, algorithm=algorithm, **changes)
+    first, last = (sum(s["teacher_kl"] for s in part) / 5 for part in (steps[:5], steps[-5:]))
+    assert first > 0.5 and last < 0.6 * first, (first, last)
+
+
+def test_what_cannot_be_is_refused_before_a_model_loads(mesh: Mesh, model_folder: Path) -> None:
+    other = make_folder(model_folder.parent / "small", seed=1, vocab_size=64)
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"model__lora": LORA | {"targets": ["q_prj"]}}, "model.lora.targets", "no linear module is named 'q_prj'"),
+        ({"model__lora": LORA | {"rank": 0}}, "model.lora.rank", "greater than or equal to 1"),
+        ({"algorithm": {"name": "distillation"}}, "algorithm.reference", "needs a teacher"),
+        ({"algorithm": {"name": "grpo", "reference": str(other)}}, "algorithm.reference", "nothing compares with it"),
+        ({"algorithm": {"name": "distillation", "reference": str(other)}}, "algorithm.reference", "vocabulary has 64"),
+        ({"train": OPTIMIZER | {"micro_batch_tokens": 9, "micro_batch_size": 2}}, "train", "give one of them"),
+        ({"algorithm": {"name": "gpso"}}, "algorithm.name", "did you mean 'gspo'"),
+    ]
+    for changes, field, said in cases:
+        answer = mesh.http.post("/v1/jobs", json={"document": recipe(model_folder, **changes)})
+        assert answer.status_code == 422, (changes, answer.text)
+        assert field in answer.text and said in answer.text, answer.text

@@ -56,6 +56,9 @@ class Work:
     """Rows of the whole update, on all ranks."""
 
 
+Part = tuple[Work, Frozen | None]
+
+
 class TrainStack:
     """One track: its backend, algorithm and optimizer."""
 
@@ -86,13 +89,22 @@ class TrainStack:
 
     def train_track(self, batch: Batch) -> StepResult:
         """All updates of a batch. 0 updates, with a reason, if nothing counts or a gradient is not finite."""
-        result, tally = StepResult(), Tally()
         work = self._plan(batch)
-        frozen = self._freeze(work)
+        return self._train([[part] for part in zip(work, self._freeze(work), strict=True)])
+
+    def train_window(self, batches: Sequence[Batch]) -> StepResult:
+        """One optimizer step for several batches, each a mean of its own with one weight. ValueError for several updates."""
+        if self.section.num_updates_per_batch > 1:
+            raise ValueError("num_updates_per_batch: a window of batches makes one update")
+        work = [own for batch in batches for own in self._plan(batch)]
+        return self._train([[part for own in work for part in zip([own], self._freeze([own]), strict=True)]])
+
+    def _train(self, steps: Sequence[Sequence[Part]]) -> StepResult:
+        result, tally = StepResult(), Tally()
         losses, norms = [], []
-        for own, before in zip(work, frozen, strict=True):
+        for parts in steps:
             try:
-                loss, norm = self._update(own, before, tally)
+                loss, norm = self._update(parts, tally)
             except NoActiveTokens as error:
                 result.reason = str(error)
                 continue
@@ -166,16 +178,17 @@ class TrainStack:
 
     # one update -----------------------------------------------------------------------------------------------------------
 
-    def _update(self, work: Work, frozen: Frozen | None, tally: Tally) -> tuple[float, float]:
+    def _update(self, parts: Sequence[Part], tally: Tally) -> tuple[float, float]:
         """One optimizer step; returns its loss and gradient norm. The step is left out if the norm is not finite."""
-        [total] = self.world.total([sum(float(row.mask.sum()) for row in work.rows)])
+        totals = self.world.total([sum(float(row.mask.sum()) for row in work.rows) for work, _ in parts])
         self.optimizer.zero_grad(set_to_none=False)
-        if total <= 0:
+        if min(totals) <= 0:
             raise NoActiveTokens("no token of the step counts: every sequence is empty, masked or failed")
         loss_sum = 0.0
-        for index in range(work.most):
-            chosen = work.micros[index] if index < len(work.micros) else []
-            loss_sum += self._micro(work, chosen, frozen, total, tally)
+        for (work, frozen), total in zip(parts, totals, strict=True):
+            for index in range(work.most):
+                chosen = work.micros[index] if index < len(work.micros) else []
+                loss_sum += self._micro(work, chosen, frozen, total, tally, 1 / len(parts))
         self._fill_missing_gradients()
         norm = global_norm(self.parameters)
         if math.isfinite(norm):
@@ -183,8 +196,13 @@ class TrainStack:
         [loss] = self.world.total([loss_sum])
         return loss, norm
 
-    def _micro(self, work: Work, chosen: Sequence[int], frozen: Frozen | None, total: float, tally: Tally) -> float:
-        """Forward and backward of one micro-batch. A rank with fewer than the others runs along with weight 0."""
+    def _micro(
+        self, work: Work, chosen: Sequence[int], frozen: Frozen | None, total: float, tally: Tally, weight: float
+    ) -> float:
+        """Forward and backward of one micro-batch; returns its share of the step's loss.
+
+        A rank with fewer than the others runs along with weight 0.
+        """
         self.tick()
         members = [work.rows[i] for i in chosen] or [_DUMMY]
         reference = self._reference(members) if self.algorithm.needs_reference else None
@@ -199,7 +217,7 @@ class TrainStack:
         if frozen is not None:
             frozen.fill(micro, chosen)
         scale = loss_scale(self.algorithm.aggregation, float(micro.mask.sum()), total, len(members), work.sequences)
-        loss = self.algorithm.loss(micro, tally) * scale
+        loss = self.algorithm.loss(micro, tally) * (scale * weight)
         loss.backward()  # type: ignore[no-untyped-call]
         if micro.rollout is not None:
             _drift(micro, tally)

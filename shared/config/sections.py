@@ -112,6 +112,14 @@ class Advantage(Section):
     eps: float = Field(1e-8, ge=0)
     scope: Literal["group", "global"] = "group"
     use_global_std: bool = False
+    estimator: Literal["group", "rloo", "reinforce_pp"] = "group"
+    """rloo: less the mean of the others; reinforce_pp: less the group's mean, whitened over the batch. Others as in GRPO."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_way(self) -> Advantage:
+        if self.estimator != "group" and (self.scope != "group" or self.use_global_std or not self.normalize):
+            raise ValueError(f"estimator {self.estimator} has its own way: leave scope, normalize and use_global_std out")
+        return self
 
 
 class Algorithm(Component):

@@ -12,6 +12,7 @@ from shared.types.arrays import Array
 from shared.types.ids import ancestor_id
 
 Scope = Literal["group", "global"]
+Estimator = Literal["group", "rloo", "reinforce_pp"]
 
 
 def finite_mean_std(values: Array) -> tuple[float, float]:
@@ -53,8 +54,12 @@ def group_advantages(
     scope: Scope = "group",
     use_global_std: bool = False,
     group_layer: int | None = None,
+    estimator: Estimator = "group",
 ) -> Array:
     """float32 [n]: `(r - mean) / (std + eps)` over the sample's group; a non-finite reward gets exactly 0.
+
+    `rloo` (Ahmadian et al., arXiv 2402.14740): the reward less the mean of the others of its group, not divided.
+    `reinforce_pp` (Hu et al., arXiv 2501.03262, with baseline): the reward less the group's mean, then whitened over the batch.
 
     Args:
         sample_ids: n ids, siblings contiguous, groups of equal size (ignored when `scope` is global).
@@ -71,11 +76,25 @@ def group_advantages(
     bounds = [(0, len(values))] if scope == "global" else group_bounds(group_keys(sample_ids, group_layer))
     table = values.reshape(len(bounds), -1)
     means, stds = _row_mean_std(table)
+    if estimator != "group":
+        return _other(table - means[:, None], estimator, eps)
     if use_global_std:
         stds = np.full_like(stds, finite_mean_std(values)[1])
     centred = table - means[:, None]
     scale = (stds + np.float32(eps))[:, None] if normalize else np.float32(1)
     return np.where(np.isfinite(centred), centred / scale, np.float32(0)).reshape(-1).astype(np.float32)
+
+
+def _other(centred: Array, estimator: Estimator, eps: float) -> Array:
+    """rloo and reinforce_pp from the rewards less their group's mean, [groups, siblings]."""
+    finite = np.isfinite(centred)
+    if estimator == "rloo":
+        count = finite.sum(1, keepdims=True)
+        found = centred * (count / np.maximum(count - 1, 1)) * (count > 1)
+    else:
+        mean, std = finite_mean_std(centred.reshape(-1))
+        found = (centred - mean) / (std + eps)
+    return np.where(finite, found, 0.0).reshape(-1).astype(np.float32)
 
 
 def _row_mean_std(table: Array) -> tuple[Array, Array]:

@@ -107,6 +107,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
         scope: adv.Scope = "group",
         use_global_std: bool = False,
         group_layer: int | None = None,
+        estimator: adv.Estimator = "group",
     ) -> Part:
         """The Part with group advantages of its rewards (see `advantages.group_advantages`); an empty one is unchanged."""
         if not self.sample_ids:
@@ -119,6 +120,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
             scope=scope,
             use_global_std=use_global_std,
             group_layer=group_layer,
+            estimator=estimator,
         )
         return msgspec.structs.replace(self, advantages=found)
 

@@ -1,4 +1,4 @@
-"""One rank of test_two_ranks_equal_one: `python -m tests.trainer.rank MODEL DTYPE FOLDER`."""
+"""One rank of test_two_ranks_equal_one: `python -m tests.trainer.rank MODEL DTYPE FOLDER OPTIONS`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def main() -> None:
     model, dtype, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
     world = World()
-    stack = make_stack(model, dtype, world, num_updates_per_batch=3, micro_batch_size=2)
+    options = json.loads(sys.argv[4])
+    stack = make_stack(model, dtype, world, **options)
     gradient = gradient_of(stack, make_batch())
-    weights = stack.backend.weights()
+    weights = stack.backend.state()
     optimizer = stack.backend.optimizer_state(stack.optimizer)
     if world.first:
         save_file(weights, folder / "model.safetensors")
@@ -32,14 +33,14 @@ def main() -> None:
         (folder / "metrics.json").write_text(json.dumps({"updates": stack.progress.version}))
     world.barrier()
     stack.train_track(make_batch(seed=1))
-    later = stack.backend.weights()
+    later = stack.backend.state()
 
-    other = make_stack(model, dtype, world, num_updates_per_batch=3, micro_batch_size=2)
+    other = make_stack(model, dtype, world, **options)
     other.backend.load_state(load_file(folder / "model.safetensors") if world.first else {})
     other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(folder / "optimizer.safetensors"))
     other.progress.version = 3
     other.train_track(make_batch(seed=1))
-    resumed = other.backend.weights()
+    resumed = other.backend.state()
     if world.first:
         torch.save({"gradient": gradient, "weights": flat(weights), "later": flat(later)}, folder / "rank0.pt")
         torch.save({"weights": flat(resumed)}, folder / "resumed.pt")

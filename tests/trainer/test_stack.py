@@ -26,7 +26,9 @@ from services.trainer.batch import Batch
 from services.trainer.stack import TrainStack
 from services.trainer.world import World
 from shared.config import algorithms
-from shared.config.sections import Optimizer, Train
+from shared.config.sections import Lora, Optimizer, Train
+from shared.models import lora
+from shared.models.ar import packed
 from shared.models.ar.bundle import assign, exported, load
 from shared.types import ARSamplingParams, Sample, TextSegment
 from shared.weights import checkpoints
@@ -62,7 +64,12 @@ def make_stack(
     folder: Path, dtype: str = "float32", world: World | None = None, algorithm: Any = None, **train: Any
 ) -> TrainStack:
     world = world or World()
-    backend = Backend(load(folder, None, dtype), world, dtype)
+    bundle = load(folder, None, dtype)
+    if adapter := train.pop("lora", None):
+        lora.inject(bundle.model, Lora.model_validate(adapter), seed=3)
+    if train.get("replay") == "packed":
+        packed.enable(bundle.model)
+    backend = Backend(bundle, world, dtype)
     optimizer = Optimizer(lr=1e-3, grad_clip=train.pop("grad_clip", 1e9))
     section = Train(optimizer=optimizer, **train)
     return TrainStack(backend, algorithm or Grpo(algorithms.Grpo(clip_range=0.2)), section, world, 100, 1.0)
@@ -101,14 +108,27 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path
         assert distance(gradient_of(stack, make_batch()), whole) < limit
 
 
+RANKS: dict[str, dict[str, Any]] = {
+    "full": {"num_updates_per_batch": 3, "micro_batch_size": 2},
+    "packed adapters": {
+        "num_updates_per_batch": 3,
+        "micro_batch_tokens": 24,
+        "replay": "packed",
+        "lora": {"rank": 2, "alpha": 4},
+    },
+}
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-10), ("float32", 1e-5)])
-def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, limit: float) -> None:
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, limit: float, name: str) -> None:
     """FSDP2 on gloo, one update each of GRPO: gradient and updated weights as with one rank."""
-    one = make_stack(model_folder, dtype, num_updates_per_batch=3, micro_batch_size=2)
+    options = RANKS[name]
+    one = make_stack(model_folder, dtype, **options)
     gradient = gradient_of(one, make_batch())
-    weights = torch.cat([v.flatten() for v in one.backend.weights().values()])
+    weights = torch.cat([v.flatten() for v in one.backend.state().values()])
     for port in (_port(),):
-        command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path)]
+        command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path), json.dumps(options)]
         env = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import redis
 
 from shared.weights.store import WeightsDamaged, WeightStore
+from shared.wire.codec import Buffer
 from shared.wire.keys import JobKeys
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ class Prefetch:
         connect: Callable[[], Any],
         keys: JobKeys,
         store: WeightStore,
-        load: Callable[[Sequence[Path]], Any],
+        load: Callable[[Sequence[tuple[str, Buffer]]], Any],
         holder: str,
     ) -> None:
-        """`load` brings shards into host memory; `holder` names the leases under which they are read."""
+        """`load` makes tensors of a version's files; `holder` names the leases under which they are read."""
         self.store, self.load, self.holder = store, load, holder
         self.channel = keys.published(store.track)
         self.lock = threading.Lock()
@@ -65,7 +65,7 @@ class Prefetch:
 
     def _read(self, incarnation: int, version: int) -> Any:
         with self.store.leased(incarnation, version, self.holder):
-            return self.load(self.store.open(incarnation, version))
+            return self.load(self.store.read(incarnation, version))
 
     def _run(self, client: Any) -> None:
         while not self.closed.is_set():

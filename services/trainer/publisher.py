@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import safetensors.torch
 from torch import Tensor
 
 from shared.files import when_there_is_space
 from shared.models.lora import CONFIG
+from shared.models.tensors import encode
 from shared.weights.store import WeightStore
+from shared.wire.codec import Buffer
 from shared.wire.envelope import Published
 
 Snapshot = dict[str, Tensor]
@@ -30,7 +31,7 @@ class Adapted:
 
 
 SHARD_BYTES = 1 << 30
-"""Tensors are written in shards of about so much, so that few bytes are held twice."""
+"""Tensors are written in shards of about so much."""
 
 
 class Publisher:
@@ -113,13 +114,13 @@ class Publisher:
     def _publish(self, version: int, snapshot: Snapshot) -> int:
         if self.adapter is None:
             return self.store.publish(self.incarnation, version, shards(snapshot))
-        config = (CONFIG, self.adapter.config.encode())
+        config: tuple[str, list[Buffer]] = (CONFIG, [self.adapter.config.encode()])
         files = [config, *shards(snapshot, "adapter_model")]
         return self.store.publish(self.incarnation, version, files, kind="lora", base=self.adapter.base)
 
 
-def shards(snapshot: Snapshot, stem: str = "model") -> Iterator[tuple[str, bytes]]:
-    """(file name, bytes) in safetensors' format; a single one is called `model.safetensors`."""
+def shards(snapshot: Snapshot, stem: str = "model") -> Iterator[tuple[str, list[Buffer]]]:
+    """(file name, bytes in pieces) in safetensors' format; a single one is called `model.safetensors`."""
     pieces: list[Snapshot] = [{}]
     size = 0
     for name, value in snapshot.items():
@@ -130,4 +131,4 @@ def shards(snapshot: Snapshot, stem: str = "model") -> Iterator[tuple[str, bytes
         size += value.nbytes
     for index, piece in enumerate(pieces, 1):
         suffix = "" if len(pieces) == 1 else f"-{index:05}-of-{len(pieces):05}"
-        yield f"{stem}{suffix}.safetensors", safetensors.torch.save(piece)
+        yield f"{stem}{suffix}.safetensors", encode(piece)

@@ -7,9 +7,11 @@ and published again from the checkpoint. Readers hold leases; garbage collection
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -18,6 +20,7 @@ import msgspec
 import xxhash
 
 from shared.files import checksum
+from shared.wire.codec import Buffer
 
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
@@ -97,12 +100,12 @@ class WeightStore:
         self,
         incarnation: int,
         version: int,
-        files: Iterable[tuple[str, bytes]],
+        files: Iterable[tuple[str, Sequence[Buffer]]],
         kind: str = "full",
         source: str = "live",
         base: str = "",
     ) -> int:
-        """Writes a version: names and bytes of its safetensors files. Returns bytes; 0 if it was complete before."""
+        """Writes a version: names of its files, and their bytes in pieces. Returns bytes; 0 if it was complete before."""
         target = self.path(incarnation, version)
         if (target / COMPLETE).exists():
             return 0
@@ -131,6 +134,22 @@ class WeightStore:
     def open(self, incarnation: int, version: int, verify: bool = True) -> list[Path]:
         """Shards of a complete version, checksums verified. FileNotFoundError if it is not there (yet)."""
         return open_version(self.path(incarnation, version), verify)
+
+    def read(self, incarnation: int, version: int) -> list[tuple[str, Buffer]]:
+        """Names and bytes of a complete version's files, verified: private mappings, so that nothing is read twice or copied.
+
+        FileNotFoundError if it is not there (yet), WeightsDamaged if its bytes are wrong. They outlive the version itself.
+        """
+        folder = self.path(incarnation, version)
+        out: list[tuple[str, Buffer]] = []
+        for shard in _manifest(folder).shards:
+            with (folder / shard.file).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                data: Buffer = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) if size else b""
+            if Shard(shard.file, len(data), xxhash.xxh3_64_hexdigest(data)) != shard:
+                raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
+            out.append((shard.file, data))
+        return out
 
     @contextmanager
     def leased(self, incarnation: int, version: int, holder: str) -> Iterator[None]:
@@ -168,18 +187,27 @@ class WeightStore:
 
 def open_version(folder: Path, verify: bool = True) -> list[Path]:
     """Shards of the version in `folder`. FileNotFoundError if it is not complete, WeightsDamaged if its bytes are wrong."""
-    if not (folder / COMPLETE).exists():
-        raise FileNotFoundError(f"no complete version in {folder}")
-    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    manifest = _manifest(folder)
     for shard in manifest.shards:
         if verify and _shard(folder / shard.file) != shard:
             raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
     return [folder / shard.file for shard in manifest.shards]
 
 
-def _written(path: Path, data: bytes) -> Shard:
-    path.write_bytes(data)
-    return Shard(path.name, len(data), xxhash.xxh3_64_hexdigest(data))
+def _manifest(folder: Path) -> Manifest:
+    if not (folder / COMPLETE).exists():
+        raise FileNotFoundError(f"no complete version in {folder}")
+    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+
+
+def _written(path: Path, pieces: Sequence[Buffer]) -> Shard:
+    digest, size = xxhash.xxh3_64(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+    return Shard(path.name, size, digest.hexdigest())
 
 
 def _shard(path: Path) -> Shard:

@@ -234,7 +234,7 @@ def test_scorers_ask_only_where_they_may(settings: Settings, model_folder: Path)
 def test_a_version_that_an_evaluation_needs_is_not_collected(settings: Settings) -> None:
     store = WeightStore(settings.weights("j"), "policy")
     for version in range(5):
-        store.publish(1, version, [("model.safetensors", b"x")])
+        store.publish(1, version, [("model.safetensors", [b"x"])])
     pins = Pins(settings, "j", "me")
     run = EvalRun(suite="s", tag="step-1", step=1, versions={"policy": 1}, size=1)
     pins.follow(Root(evals=(run,)))

@@ -306,5 +306,5 @@ def test_shards_hold_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "SHARD_BYTES", 1000)
     found = dict(publisher.shards(state))
     assert list(found) == [f"model-{k:05}-of-00003.safetensors" for k in (1, 2, 3)]
-    loaded = {n: v for data in found.values() for n, v in safetensors.torch.load(data).items()}
+    loaded = {n: v for data in found.values() for n, v in safetensors.torch.load(b"".join(data)).items()}
     assert loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from shared.types.sample import Sample
+from shared.wire.codec import Buffer
 
 Slice = list[Sample]
 Outcome = Slice | Exception
@@ -29,8 +29,8 @@ class Engine(Protocol):
         """Most slices that it wants at once."""
         ...
 
-    def load(self, shards: Sequence[Path]) -> Any:
-        """Brings a version into host memory, in any thread, beside the work that goes on."""
+    def load(self, files: Sequence[tuple[str, Buffer]]) -> Any:
+        """Makes tensors of a version's files (names and bytes), in any thread, beside the work that goes on."""
         ...
 
     def adopt(self, track: str, version: int, loaded: Any) -> None:

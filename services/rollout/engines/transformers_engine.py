@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.torch import load_file
 from torch import Tensor
 
 from services.rollout.engines.base import Done, Outcome, Slice
@@ -18,10 +16,12 @@ from shared.config.builtin import Engine as EngineParams
 from shared.models.ar.bundle import Bundle, assign
 from shared.models.ar.generate import Completion, generate
 from shared.models.ar.philox import sample_seed
+from shared.models.tensors import decode
 from shared.types.params import ARSamplingParams
 from shared.types.part import Text
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
+from shared.wire.codec import Buffer
 
 State = dict[str, Tensor]
 HAND_OVER_S = 0.02
@@ -56,9 +56,9 @@ class TransformersEngine:
     def capacity(self) -> int:
         return self.params.max_batch_rows
 
-    def load(self, shards: Sequence[Path]) -> State:
-        files = [path for path in shards if path.suffix == ".safetensors"]
-        return {name: value for path in files for name, value in load_file(path).items()}
+    def load(self, files: Sequence[tuple[str, Buffer]]) -> State:
+        found = [decode(data) for name, data in files if name.endswith(".safetensors")]
+        return {name: value for tensors in found for name, value in tensors.items()}
 
     def adopt(self, track: str, version: int, loaded: State) -> None:
         with self.quiet:

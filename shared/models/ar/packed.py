@@ -39,17 +39,19 @@ def attention(
     alike: dict[int, list[int]] = defaultdict(list)
     for start, length in zip(starts, packed_lengths, strict=False):
         alike[length].append(start)
-    out = torch.empty_like(query)
     gqa = query.shape[1] != key.shape[1]
+    order, found = [], []
     for length, places in alike.items():
-        index = (torch.tensor(places)[:, None] + torch.arange(length)).flatten().to(query.device)
-        q, k, v = (_rows(x, index, len(places)) for x in (query, key, value))
+        index = (torch.tensor(places)[:, None] + torch.arange(length)).flatten()
+        order.append(index)
+        q, k, v = (_rows(x, index.to(x.device), len(places)) for x in (query, key, value))
         mask = _band(length, sliding_window, query.device)
-        found = scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None, enable_gqa=gqa
         )
-        out = out.index_copy(2, index, found.transpose(0, 1).flatten(1, 2)[None])
-    return out.transpose(1, 2), None
+        found.append(out.transpose(1, 2).flatten(0, 1))
+    back = torch.argsort(torch.cat(order)).to(query.device)
+    return torch.cat(found).index_select(0, back)[None], None
 
 
 def _rows(x: Tensor, index: Tensor, count: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,6 +28,16 @@ class Api:
 
     def raw(self, path: str, **query: Any) -> bytes:
         return self._send("GET", path, params=query).content
+
+    def save(self, path: str, target: Path) -> None:
+        """A large answer into a file, piece by piece; the file appears once it is whole."""
+        temporary = target.with_name(f".{target.name}.part")
+        with self.http.stream("GET", path) as answer, temporary.open("wb") as file:
+            if not answer.is_success:
+                raise ApiError(answer.read().decode(errors="replace"), answer.status_code)
+            for piece in answer.iter_bytes(1 << 20):
+                file.write(piece)
+        temporary.replace(target)
 
     def post(self, path: str, body: Any = None, **query: Any) -> Any:
         return self._send("POST", path, json=body, params=query).json()

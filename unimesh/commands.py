@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,34 @@ def trace(job: str, step: int, out: Path | None, as_json: bool) -> None:
     click.echo(f"{place}: {sum(event['ph'] == 'X' for event in found['traceEvents'])} spans; open it in ui.perfetto.dev")
 
 
+@click.command()
+@click.argument("job")
+@click.option("--step", type=int, default=None, help="The version that this step made [default: the newest].")
+@click.option("--version", type=int, default=None, help="This version.")
+@click.option("--to", "folder", type=click.Path(path_type=Path), required=True, help="Folder for the files.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
+@click.option("--adapter", is_flag=True, help="The adapter alone, for PEFT, in place of a merged model.")
+@AS_JSON
+def export(job: str, folder: Path, dtype: str, adapter: bool, as_json: bool, **wanted: int | None) -> None:
+    """Write a version as a Hugging Face model folder (adapters merged), or its adapter as a PEFT folder."""
+    api = mesh_api()
+    body = {k: v for k, v in wanted.items() if v is not None} | {"dtype": dtype, "form": "adapter" if adapter else "model"}
+    found = api.post(f"/v1/jobs/{job}/exports", body)
+    place = f"/v1/jobs/{job}/exports/{found['id']}"
+    while found["state"] in ("waiting", "running"):
+        time.sleep(0.3)
+        found = api.get(place)
+    if found["state"] != "done":
+        raise Failed(f"the export failed: {found['error']}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in found["files"]:
+        api.save(f"{place}/files/{name}", folder / name)
+    if as_json:
+        print_json(found | {"folder": str(folder)})
+    else:
+        click.echo(f"version {found['version']} in {folder}: {', '.join(found['files'])}")
+
+
 @click.command("dead-letters")
 @click.argument("job")
 @click.option("--reissue", multiple=True, metavar="ID", help="Issue the prompt of this letter again.")
@@ -204,7 +233,7 @@ def _order(name: str, text: str) -> click.Command:
 
 
 def add_commands(group: click.Group) -> None:
-    for command in (status, watch, jobs, steps, samples, lineage, trace, dead_letters, evaluate, workers, recipes):
+    for command in (status, watch, jobs, steps, samples, lineage, trace, dead_letters, evaluate, export, workers, recipes):
         group.add_command(command)
     for name, text in (
         ("pause", "Stop issuing new groups; what is in flight completes."),

@@ -60,6 +60,12 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
     }
 
 
+def steps(client: Any, job: str, since: int, limit: int) -> list[dict[str, Any]]:
+    """The steps after `since`."""
+    rows = client.xrange(JobKeys(job).steps)
+    return [step for step in (read_step(fields) for _, fields in rows) if step["step"] > since][:limit]
+
+
 def read_step(fields: dict[bytes, bytes]) -> dict[str, Any]:
     return dict(msgspec.msgpack.decode(fields[b"m"]))
 

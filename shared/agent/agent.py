@@ -98,6 +98,7 @@ class Agent:
                 assignment = self.beat(self.state)
                 self.reached = time.monotonic()
                 self.reconcile(assignment)
+                self.chores()
             except redis.RedisError as error:  # away, or it refuses writes: its memory or its disk is full
                 log.warning("no word from Redis: %s", error)
                 self.without_redis()
@@ -159,6 +160,9 @@ class Agent:
     def busy(self) -> bool:
         """Whether the child has work, and so shows progress."""
         return self.child is not None and (self.given is not None or not self.assigned)
+
+    def chores(self) -> None:
+        """What a service's agent does besides, at every beat. Never waits."""
 
     def beat(self, state: Any) -> Assignment | None:
         """Renews the registration; returns the current assignment."""

@@ -68,6 +68,9 @@ class Settings:
     def checkpoints(self, job: str) -> Path:
         return self.state / "jobs" / job / "checkpoints"
 
+    def exports(self, job: str) -> Path:
+        return self.state / "jobs" / job / "exports"
+
     def records(self, job: str) -> Path:
         return self.state / "jobs" / job / "samples.sqlite"
 

@@ -159,6 +159,17 @@ def read_config(folder: Path) -> Adapter:
 
 
 @torch.no_grad()
+def merge(model: Any) -> None:
+    """Adds the live adapters to their bases and takes them out of the model, which is then a plain one."""
+    for name, module in list(layers(model)):
+        base, weight = module.base_layer, module.base_layer.get_parameter("weight")
+        a, b = (part[LIVE].weight.double() for part in (module.lora_A, module.lora_B))
+        weight.copy_((weight.double() + module.scaling * (b @ a)).to(weight.dtype))
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, base)
+
+
+@torch.no_grad()
 def merge_into(model: Any, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
     """Adds an adapter to a plain model's weights: `W + (alpha / rank) B A`, computed in float64."""
     for name in adapter.modules:

@@ -11,6 +11,7 @@ from services.controller.api import examples
 from services.controller.api.about import about_router, catalogue_router
 from services.controller.api.core import Core
 from services.controller.api.events import events_router
+from services.controller.api.exports import exports_router
 from services.controller.api.jobs import jobs_router
 from services.controller.api.samples import samples_router
 from services.controller.mesh import Mesh
@@ -37,7 +38,8 @@ def make_app(settings: Settings, mesh: Callable[[], Mesh] | None = None) -> Fast
     app = FastAPI(title="UniMesh", version="1", lifespan=lifespan)
     problem.install(app)
     app.add_middleware(Guard, known=tokens.known(settings), most_bytes=settings.most_request_bytes)
-    for router in (events_router(core), samples_router(core), jobs_router(core), about_router(core), catalogue_router()):
+    core_routers = (events_router, samples_router, exports_router, jobs_router, about_router)
+    for router in (*(make(core) for make in core_routers), catalogue_router()):
         app.include_router(router, responses=problem.documented())
     examples.install(app)
     return app

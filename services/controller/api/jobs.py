@@ -102,7 +102,6 @@ def jobs_router(core: Core) -> APIRouter:
     @router.get("/{job}/steps")
     def steps(job: str, since: int = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[dict[str, Any]]:
         """Metrics of the steps after `since`."""
-        rows = core.client.xrange(JobKeys(core.job(job).id).steps)
-        return [s for s in (views.read_step(fields) for _, fields in rows) if s["step"] > since][:limit]
+        return views.steps(core.client, core.job(job).id, since, limit)
 
     return router

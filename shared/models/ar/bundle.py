@@ -106,6 +106,13 @@ def exported(state: Mapping[str, torch.Tensor], tied: frozenset[str]) -> dict[st
     return {name: value.detach().cpu().contiguous() for name, value in state.items() if name not in tied}
 
 
+def copy_tokenizer(files: Path, target: Path) -> None:
+    """What save_pretrained of a model does not write."""
+    for pattern in SIDE_FILES[1:]:
+        for path in files.glob(pattern):
+            shutil.copyfile(path, target / path.name)
+
+
 def copy_side_files(files: Path, target: Path) -> None:
     """Config and tokenizer, once; an existing complete copy stays."""
     if (target / "config.json").exists():

@@ -130,7 +130,9 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
         copy_side_files(Path(doc["files"]), store.files)
         keep = Weights.model_validate(recipe["weights"]).keep
         replace = plan["need"] == "at_least"
-        publisher = Publisher(store, incarnation, keep, replace, link.report, link.announce, link.timed, link.warn, adapter)
+        source = "live" if section.ema is None else "ema"
+        tell = (link.report, link.announce, link.timed, link.warn)
+        publisher = Publisher(store, incarnation, keep, replace, *tell, adapter, source)
     return Trainer(
         track=track,
         stack=stack,

@@ -30,6 +30,8 @@ from shared.wire.errors import BodyLost
 
 log = logging.getLogger(__name__)
 
+EMA_FILE = "ema.safetensors"
+
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells all ranks."""
@@ -136,26 +138,37 @@ class Trainer:
         if version == self.handed:
             return
         self.handed = version
-        weights = self.backend.weights()
+        with self.stack.averaged():
+            weights = self.backend.weights()
         if self.publisher is not None:
             self.publisher.publish(version, weights, pinned)
 
     def _save(self, entry: LogEntry) -> None:
         weights, optimizer = self.backend.state(), self.backend.optimizer_state(self.stack.optimizer)
+        average = self._average()
         if self.link is None or self.publisher is None:
             return
         with self.link.timed("checkpoint"):
-            when_there_is_space(lambda: self._write(entry, weights, optimizer), self.link.warn)
+            when_there_is_space(lambda: self._write(entry, weights, optimizer, average), self.link.warn)
         self.link.report(Saved(seq=entry.seq))
         checkpoints.prune(self.checkpoints, self.keep_checkpoints)
 
-    def _write(self, entry: LogEntry, weights: Any, optimizer: Any) -> None:
+    def _average(self) -> dict[str, Any]:
+        """The moving average as the weights' state; empty without one. All ranks must call it."""
+        if self.stack.ema is None:
+            return {}
+        with self.stack.averaged():
+            return self.backend.state()
+
+    def _write(self, entry: LogEntry, weights: Any, optimizer: Any, average: Any) -> None:
         assert self.link is not None and self.publisher is not None
         self.publisher.flush()
         versions = {self.track: self.stack.progress.version}
         position = Position(self.incarnation, entry.seq, entry.id, versions, self.link.words())
         with checkpoints.writing(self.checkpoints, position) as folder:
             save_file(weights, folder / "model.safetensors")
+            if average:
+                save_file(average, folder / EMA_FILE)
             checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
             save_file({"cpu": checkpoint.rng_state()}, folder / "rng.safetensors")
             (folder / checkpoints.STATE_FILE).write_bytes(entry.state)
@@ -169,6 +182,10 @@ class Trainer:
         found = Path(name)
         position = checkpoints.position(found)
         self.backend.load_state(load_file(found / "model.safetensors"))
+        if self.stack.ema is not None:  # into the shadows, through the weights
+            self.stack.ema.swap()
+            self.backend.load_state(load_file(found / EMA_FILE))
+            self.stack.ema.swap()
         self.backend.load_optimizer(self.stack.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
         self.stack.progress.version = position.versions[self.track]
         return position

@@ -48,6 +48,7 @@ class Publisher:
         timed: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         say: Callable[[str], None] = lambda text: None,
         adapter: Adapted | None = None,
+        source: str = "live",
     ) -> None:
         """
         Args:
@@ -56,11 +57,12 @@ class Publisher:
             announce: tells whoever may want to read it ahead, first.
             timed: notes how long a version took.
             say: tells people why it takes so long.
+            source: `ema` if snapshots are moving averages.
             adapter: snapshots hold an adapter alone, and versions are folders that PEFT reads.
         """
         self.store, self.incarnation, self.keep, self.replace = store, incarnation, keep, replace
         self.report, self.announce, self.timed, self.say = report, announce, timed, say
-        self.adapter = adapter
+        self.adapter, self.source = adapter, source
         self.waiting: list[tuple[int, Snapshot, bool]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
@@ -113,10 +115,10 @@ class Publisher:
 
     def _publish(self, version: int, snapshot: Snapshot) -> int:
         if self.adapter is None:
-            return self.store.publish(self.incarnation, version, shards(snapshot))
+            return self.store.publish(self.incarnation, version, shards(snapshot), source=self.source)
         config: tuple[str, list[Buffer]] = (CONFIG, [self.adapter.config.encode()])
         files = [config, *shards(snapshot, "adapter_model")]
-        return self.store.publish(self.incarnation, version, files, kind="lora", base=self.adapter.base)
+        return self.store.publish(self.incarnation, version, files, kind="lora", base=self.adapter.base, source=self.source)
 
 
 def shards(snapshot: Snapshot, stem: str = "model") -> Iterator[tuple[str, list[Buffer]]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from services.trainer.algorithms.base import Algorithm, Micro, Tally
 from services.trainer.algorithms.policy import drift
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch, Row
+from services.trainer.ema import Ema
 from services.trainer.frozen import Frozen, critic_targets
 from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer
 from services.trainer.world import World
@@ -81,6 +83,7 @@ class TrainStack:
         self.optimizer = make_optimizer(named, section.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.packed = section.replay == "packed"
+        self.ema = None if section.ema is None else Ema(section.ema, named)
         self.progress = Progress()
         self.tick: Callable[[], None] = lambda: None
         """Called before every micro-batch."""
@@ -114,6 +117,8 @@ class TrainStack:
                 result.updates += 1
             else:
                 result.reason = f"the gradient norm is {norm}: {self._culprits()}"
+        if self.ema is not None and result.updates:
+            self.ema.batch_done(self.progress.version)
         result.metrics = self._figures(tally, losses, norms)
         self.optimizer.zero_grad(set_to_none=True)
         return result
@@ -249,7 +254,22 @@ class TrainStack:
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.stepped(self.progress.version)
         self.progress.version += 1
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the weights are the moving average, if there is one."""
+        return self._swapped() if self.ema is not None else nullcontext()
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        assert self.ema is not None
+        self.ema.swap()
+        try:
+            yield
+        finally:
+            self.ema.swap()
 
     # figures --------------------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,19 @@ class Optimizer(Section):
             raise ValueError(f"warmup_steps {self.warmup_steps} of {total} optimizer steps: must be less")
 
 
+class Ema(Section):
+    """A moving average of what is trained, published in its place."""
+
+    schedule: Literal["full", "constant", "linear", "warmup"] = "full"
+    decay: float = Field(0.9999, ge=0, lt=1)
+    """full: its limit; constant: itself."""
+    flat_steps: int = Field(0, ge=0)
+    uprate: float = Field(0.001, ge=0)
+    uphold: float = Field(0.5, ge=0, lt=1)
+    timing: Literal["optimizer_step", "rollout_end"] = "optimizer_step"
+    """After each optimizer step, or once after a batch's last."""
+
+
 class Train(Section):
     optimizer: Optimizer
     num_updates_per_batch: int = Field(1, ge=1)
@@ -171,6 +184,7 @@ class Train(Section):
     """What is counted: the padded tensor, or the tokens alone (right for packed replay)."""
     replay: Literal["padded", "packed"] = "padded"
     """packed: the sequences of a micro-batch stand in one row, without padding and without attention across them."""
+    ema: Ema | None = None
     shuffle_updates: bool = False
     """With several updates a batch: rows in a new order each time, by the job's seed and the step. Not by tokens."""
 

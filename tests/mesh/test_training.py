@@ -32,6 +32,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dppo": {"algorithm": {"name": "dppo", "params": {"correction": "token", "correction_mode": "mask"}}},
     "cppo": {"algorithm": {"name": "cppo"}},
     "drpo": {"algorithm": {"name": "drpo", "params": {"entropy_coef": 0.01}}},
+    "ema": {
+        "algorithm": {"name": "grpo", "params": {"clip_range": 0.2, "dual_clip": 3.0}},
+        "algorithm__advantage": {"estimator": "rloo"},
+        "train": OPTIMIZER | {"ema": {"schedule": "constant", "decay": 0.5}},
+    },
     "ppo-lora": {
         "algorithm": {"name": "ppo"},
         "model__lora": LORA,
@@ -64,6 +69,9 @@ def test_every_form_of_training(mesh: Mesh, model_folder: Path, name: str) -> No
         assert 0 < last["entropy"] < 5
     if "value_head" in json.dumps(variant):
         assert last["value_loss"] > 0 and "explained_variance" in last
+    manifest = json.loads((version(mesh, job) / "manifest.json").read_text())
+    assert manifest["source"] == ("ema" if name == "ema" else "live")
+    assert manifest["kind"] == ("lora" if "model__lora" in variant else "full")
     names = {name for path in version(mesh, job).glob("*.safetensors") for name in load_file(path)}
     assert not any("value_head" in name for name in names)
     if "model__lora" in variant:

@@ -14,12 +14,14 @@ import torch
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch, Row
+from services.trainer.ema import Ema as Average
+from services.trainer.ema import decay
 from services.trainer.frozen import Frozen
 from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer, param_groups
 from services.trainer.stack import TrainStack, Work
 from services.trainer.world import World
 from shared.config.algorithms import TABLE
-from shared.config.sections import Lora, Optimizer, Train
+from shared.config.sections import Ema, Lora, Optimizer, Train
 from shared.models.ar.bundle import load
 from shared.models.ar.replay import Replayed
 from shared.models.lora import LIVE, LoraLinear, inject, using
@@ -237,3 +239,44 @@ def test_adapters_start_equal_on_every_rank(model_folder: Path) -> None:
     other = load(model_folder, None).model
     inject(other, section, 6)
     assert any(not torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def ema_section(params: dict[str, Any], timing: Any) -> Ema:
+    given = params.get("decay_params", params)
+    if "target_decay" in given:
+        return Ema(schedule="full", decay=given["target_decay"], timing=timing)
+    kind = given["ema_decay_type"]
+    return Ema(
+        schedule=kind if kind in ("linear", "warmup") else "constant",
+        decay=given["ema_decay"],
+        flat_steps=given["ema_flat_steps"],
+        uprate=given["ema_uprate"],
+        uphold=given["ema_uphold"],
+        timing=timing,
+    )
+
+
+@pytest.mark.parametrize("case", cases("11_optim", "ema_decay"))
+def test_ema_decay(case: Case) -> None:
+    section = ema_section(case.params, "optimizer_step")
+    case.close([decay(section, t) for t in case.params["t"]], case.outputs["decay"])
+
+
+@pytest.mark.parametrize("case", cases("11_optim", "ema_run"))
+def test_ema_run(case: Case) -> None:
+    p = case.params
+    live = torch.nn.Parameter(tensor(case.inputs["live0"]))
+    average = Average(ema_section(p, p["timing"]), {"p": live})
+    average.shadow["p"].copy_(tensor(case.inputs["shadow0"]))
+    for index, gradient in enumerate(case.inputs["grads"]):
+        live.data -= p["lr"] * tensor(gradient)
+        average.stepped(index)
+        if (index + 1) % p["optimizer_steps_per_rollout"] == 0:
+            average.batch_done(index + 1)
+        case.close(average.shadow["p"], case.outputs["shadow_after_each_step"][index])
+    case.close(live.detach(), case.outputs["live_final"])
+    before, shadow = live.detach().clone(), average.shadow["p"].clone()
+    average.swap()
+    assert torch.equal(live.detach(), shadow) and torch.equal(average.shadow["p"], before)
+    average.swap()
+    assert torch.equal(live.detach(), before)

@@ -50,6 +50,7 @@ check: setup .venv/.extras
 
 bench: setup .venv-bench/.installed
 	$(BIN)/python -m benchmarks.mesh
+	$(BIN)/python -m benchmarks.trainer
 
 # the services' images
 wheelhouse: setup

@@ -19,6 +19,7 @@ from services.controller.data.record import Source
 from services.controller.data.sources import open_source
 from services.controller.lifecycles.state import Phase, Plan, Root
 from services.controller.models import check_adapter, reference_of
+from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, Recipe, Sampling, Suite, scorer_place, scorers_of
 from shared.config.settings import Settings
@@ -177,8 +178,14 @@ def _check_records(source: Source, intake: Intake, at: str, targets: bool) -> No
 
 def _warnings(plan: Plan, job: Job) -> list[str]:
     found = []
-    if plan.route and plan.group_size == 1 and job.recipe.algorithm.advantage.scope == "group":
+    algorithm = job.recipe.algorithm
+    baseline = bool(specs.find("algorithm", algorithm.name, "").flags.get("requires_advantages"))
+    if plan.route and plan.group_size == 1 and baseline and algorithm.advantage.scope == "group":
         found.append("rollout.group_size is 1: a group baseline makes every advantage 0, so nothing is learned")
+    if plan.route and job.recipe.train.ema is not None and not algorithm.params.get("correction"):
+        found.append(
+            "train.ema: rollouts sample from the average, not from what is trained; consider algorithm.params.correction"
+        )
     size = job.train.source.size
     if size is not None and plan.steps * plan.batch_size > size:
         found.append(f"{plan.steps} steps of {plan.batch_size} draw {plan.steps * plan.batch_size / size:.1f} epochs")

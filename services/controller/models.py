@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from shared.config import specs
 from shared.config.problems import bad
@@ -11,13 +17,20 @@ from shared.config.sections import Model
 from shared.config.settings import Settings
 from shared.models.targets import chosen, linear_modules
 from shared.weights.locate import ModelFiles, locate
+from shared.weights.store import COMPLETE
+
+if TYPE_CHECKING:
+    from services.controller.jobs import JobDoc
 
 
 def check_adapter(model: Model, files: ModelFiles) -> None:
     """BadInput for adapters of modules that the model does not have."""
     if model.lora is None:
         return
-    known = linear_modules(files.weights or files.files)
+    try:
+        known = linear_modules(files.weights or files.files)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise bad("model.path", model.path, f"its weights cannot be read: {error}", "safetensors files") from error
     if not known:
         return  # weights in another format: the trainer will say
     try:
@@ -49,3 +62,25 @@ def reference_of(recipe: Any, files: ModelFiles, settings: Settings) -> tuple[st
             "a model of the same tokenizer",
         )
     return str(found.files), str(found.weights) if found.weights else None
+
+
+def kept(doc: JobDoc, settings: Settings) -> JobDoc:
+    """The job's own hold on versions of others that it starts from or compares with: their files, linked into its folder."""
+    weights = doc.weights and str(_linked(Path(doc.weights), settings.base(doc.id) / "model"))
+    reference = doc.reference
+    if reference is not None and reference[1] is not None:
+        reference = reference[0], str(_linked(Path(reference[1]), settings.base(doc.id) / "reference"))
+    return msgspec.structs.replace(doc, weights=weights, reference=reference)
+
+
+def _linked(version: Path, target: Path) -> Path:
+    """OSError if the version has been collected meanwhile."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(version.iterdir(), key=lambda p: p.name == COMPLETE):
+        try:
+            os.link(path, target / path.name)
+        except FileExistsError:
+            pass
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, target / path.name)
+    return target

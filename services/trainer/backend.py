@@ -73,8 +73,9 @@ class Backend:
     def state(self) -> dict[str, Tensor]:
         """All that is trained, on the CPU, copied, each tensor once (empty on other ranks than 0). All ranks must call it."""
         if self.world.size == 1:
-            whole: Any = {n: v.clone() for n, v in exported(self.model.state_dict(), self.tied).items() if self._kept(n)}
-            return dict(whole)
+            own = {n: v for n, v in self.model.state_dict().items() if self._kept(n)}
+            shared = self.model.device.type == "cpu"  # elsewhere the copy to the CPU is one already
+            return {n: v.clone() if shared else v for n, v in exported(own, self.tied).items()}
         options = dataclasses.replace(_FULL, ignore_frozen_params=self.adapters)
         state: Any = get_model_state_dict(self.model, options=options)
         return {n: v for n, v in exported(state, self.tied).items() if self._kept(n)}

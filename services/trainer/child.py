@@ -117,12 +117,12 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
         bundle, adapter = _model(doc, model, recipe["seed"], named.name, section.replay)
         backend = Backend(bundle, world, model.dtype)
         reference = _reference(doc, model, algorithm, section.replay)
-    except (ValueError, OSError) as error:
+        temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
+        total = plan["steps"] * section.num_updates_per_batch
+        stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
+    except (ValueError, OSError, AttributeError) as error:
         _give_up(link, f"the model cannot be loaded: {error}")
         raise
-    temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
-    total = plan["steps"] * section.num_updates_per_batch
-    stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
     publisher = None
     incarnation = int(client.hget(keys.meta, "incarnation"))
     if link is not None:

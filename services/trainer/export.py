@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,13 +12,13 @@ from uuid import uuid4
 import msgspec
 
 from shared.agent.process import guard_parent
+from shared.weights import exports
 
 
 def main() -> None:
     guard_parent()
     from shared import logs
     from shared.config.settings import from_environment
-    from shared.weights import exports
     from shared.wire.client import connect
     from shared.wire.keys import JobKeys
 
@@ -51,6 +52,9 @@ def write(doc: dict[str, Any], export: Any, target: Path) -> None:
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    old = [path for path in target.parent.iterdir() if path.stat().st_mtime < time.time() - exports.KEPT_S]
+    for path in old:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _model(doc: dict[str, Any], export: Any, out: Path) -> None:
@@ -59,7 +63,7 @@ def _model(doc: dict[str, Any], export: Any, out: Path) -> None:
     from shared.models.ar.bundle import assign, copy_tokenizer
 
     bundle = _based(doc)
-    tensors = _tensors(Path(export.weights))
+    tensors = _tensors(export)
     assign(bundle.model, tensors)
     lora.merge(bundle.model)
     bundle.model.to(_dtype(export.dtype)).save_pretrained(out)
@@ -75,7 +79,7 @@ def _adapter(doc: dict[str, Any], export: Any, out: Path) -> None:
     section = Lora.model_validate(doc["recipe"]["model"]["lora"])
     bundle = _based(doc)
     modules = [name for name, _ in lora.layers(bundle.model)]
-    tensors = {name: value.to(_dtype(export.dtype)).contiguous() for name, value in _tensors(Path(export.weights)).items()}
+    tensors = {name: value.to(_dtype(export.dtype)).contiguous() for name, value in _tensors(export).items()}
     save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
     (out / lora.CONFIG).write_text(lora.config_text(section, Path(doc["weights"] or doc["files"]), modules))
 
@@ -93,15 +97,21 @@ def _based(doc: dict[str, Any]) -> Any:
     return bundle
 
 
-def _tensors(folder: Path) -> dict[str, Any]:
-    """Of a version, or of a checkpoint, whose adapters have the model's own names; a critic is left out."""
+def _tensors(export: exports.Export) -> dict[str, Any]:
+    """Of a version, its checksums verified, or of a checkpoint: there the moving average if one is kept, and adapters under the
+    model's own names. A critic is left out."""
     from safetensors.torch import load_file
 
+    from services.trainer.loop import EMA_FILE
     from shared.models import lora
     from shared.models.ar.bundle import CRITIC
+    from shared.weights.store import open_version
 
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("adapter_model*.safetensors"))
-    found = {name: value for path in files for name, value in load_file(path).items() if not name.startswith(f"{CRITIC}.")}
+    folder = Path(export.weights)
+    average = folder / EMA_FILE
+    files = open_version(folder) if export.incarnation else [average if average.exists() else folder / "model.safetensors"]
+    tensors = [load_file(path) for path in files if path.suffix == ".safetensors"]
+    found = {name: value for part in tensors for name, value in part.items() if not name.startswith(f"{CRITIC}.")}
     return {lora.exported_name(name) if lora.is_adapter(name) else name: value for name, value in found.items()}
 
 

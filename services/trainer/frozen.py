@@ -74,8 +74,8 @@ def critic_targets(frozen: Sequence[Frozen | None], work: Sequence[Work], algori
         lengths = [len(row.completion) for row in own.rows]
         advantages, returns, _ = part_gae(rewards, values.double().numpy(), lengths, p.gamma, p.lam)
         held.values = values
-        held.advantages = torch.from_numpy(advantages).to(values.dtype)
-        held.returns = torch.from_numpy(returns).to(values.dtype)
+        kind = torch.promote_types(values.dtype, torch.float32)
+        held.advantages, held.returns = (torch.from_numpy(column).to(kind) for column in (advantages, returns))
         active = advantages[_mask(own.rows) > 0].astype(np.float64)
         sums += [len(active), active.sum(), (active**2).sum()]
     if not p.normalize_advantages:

@@ -163,8 +163,8 @@ class TrainStack:
         """What the updates are held against: log-probs and values of the policy before the first, over the micro-batches that
         training uses. With one update and no critic the update's own forward pass has them."""
         critic = "values" in self.algorithm.anchor_fields
-        if len(work) == 1 and not critic:
-            return [None]
+        if not critic and (len(work) == 1 or not self.algorithm.anchor_fields):
+            return [None] * len(work)
         frozen: list[Frozen | None] = [self._frozen(own) for own in work]
         if critic:
             critic_targets(frozen, work, self.algorithm, self.world)

@@ -83,6 +83,8 @@ class Distillation(Policy):
     """The teacher is the recipe's `algorithm.reference`."""
 
     clip_range: float = pydantic.Field(0.2, gt=0)
+    kl_coef: Literal[0] = 0
+    """The reference is the teacher: there is none besides."""
 
 
 class CrossEntropy(Params):
@@ -129,6 +131,7 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
             "anchor_fields": (),
             "recomputes_anchor": False,
             "requires_ema_rollout": False,
+            "supervised": True,
         },
     ),
 )

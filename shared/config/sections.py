@@ -143,7 +143,7 @@ class Schedule(Section):
 
 class Optimizer(Section):
     lr: float = Field(..., gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine", "linear_warmup"] = "constant"
@@ -151,7 +151,7 @@ class Optimizer(Section):
     min_ratio: float = Field(0.0, ge=0, le=1)
     """Floor of linear and cosine decay, as a share of lr."""
     grad_clip: float = Field(1.0, gt=0)
-    group_lrs: dict[str, float] = Field({})
+    group_lrs: dict[str, Annotated[float, Field(gt=0)]] = Field({})
     """Learning rates of parameters by a part of their names; the first that fits counts."""
 
     def check_total(self, total: int) -> None:

@@ -68,6 +68,10 @@ class Settings:
     def checkpoints(self, job: str) -> Path:
         return self.state / "jobs" / job / "checkpoints"
 
+    def base(self, job: str) -> Path:
+        """Versions of other jobs that this one starts from."""
+        return self.state / "jobs" / job / "base"
+
     def exports(self, job: str) -> Path:
         return self.state / "jobs" / job / "exports"
 

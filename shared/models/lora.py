@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ def inject(model: Any, section: Lora, seed: int = 0) -> list[str]:
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = chosen(linear, section)
+    shared = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+    if tied := [name for name in found if shared[id(model.get_submodule(name).weight)] > 1]:
+        raise ValueError(f"model.lora.targets: the weight of {tied[0]} is tied to another module's")
     model.requires_grad_(False)
     for number, name in enumerate(found):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)

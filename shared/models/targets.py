@@ -34,16 +34,26 @@ def chosen(linear: Sequence[str], section: Lora) -> list[str]:
     return found
 
 
-def linear_modules(folder: Path) -> list[str]:
-    """Names of a model folder's matrices but its embeddings, from the headers of its safetensors files; empty without any."""
+def linear_modules(folder: Path, deep: int = 8) -> list[str]:
+    """Names of a model folder's matrices but its embeddings, from the headers of its safetensors files; empty without any.
+
+    ValueError for files that are none.
+    """
     found: list[str] = []
     adapter = folder / "adapter_config.json"
-    if adapter.exists():  # a version that holds an adapter alone
-        return linear_modules(Path(json.loads(adapter.read_text())["base_model_name_or_path"]))
+    if adapter.exists():  # a version that holds an adapter alone: its base says what there is
+        base = (
+            Path(json.loads(adapter.read_text())["base_model_name_or_path"])
+            if deep and (folder / "COMPLETE").exists()
+            else None
+        )
+        return [] if base is None else linear_modules(base, deep - 1)
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(size, 1 << 28)))
+            if not isinstance(header, dict):
+                raise ValueError(f"{path.name} is no safetensors file")
         for name, entry in header.items():
             if name != "__metadata__" and name.endswith(".weight") and len(entry["shape"]) == 2 and "embed" not in name:
                 found.append(name.removesuffix(".weight"))

@@ -151,7 +151,7 @@ def part_gae(
 
     The recursion takes no mask; a sample's advantage is the mean over its tokens with `loss_mask > 0` (0 without any).
     """
-    cu = np.concatenate([[0], np.cumsum(lengths)])
+    cu = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     tokens = scatter_terminal_rewards(rewards, cu.tolist())
     out, returns = np.zeros_like(tokens), np.zeros_like(tokens)
     samples = np.zeros(len(lengths), np.float32)

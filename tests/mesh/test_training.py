@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,22 @@ def test_an_adapters_versions_are_peft_folders_and_start_other_jobs(mesh: Mesh, 
     with torch.no_grad():
         plain, changed = base.model(ids).logits, both.model(ids).logits
     assert not torch.equal(plain, changed)
-    after, _ = run(mesh, f"job:{job}")
-    first = mesh.state / "jobs" / after / "weights" / "policy" / "1"
-    assert first.exists()
+    after = mesh.submit(recipe(f"job:{job}", steps=1, train=OPTIMIZER))
+    started = mesh.state / "jobs" / after / "weights" / "policy" / "1" / "v0"
+    mesh.until(after, lambda view: (started / "COMPLETE").exists())
+    found = load_file(started / "model.safetensors")
+    wanted = {name: value for name, value in both.model.state_dict().items() if name in found}
+    assert len(wanted) == len(found) and all(torch.equal(value, found[name]) for name, value in wanted.items())
+    shutil.rmtree(folder)  # the other job may collect it: this one holds what it started from
+    mesh.done(after)
+    kept = mesh.state / "jobs" / after / "base" / "model"
+    assert (kept / "adapter_model.safetensors").exists() and torch.equal(logits_of(load(model_folder, kept), ids), changed)
+
+
+def logits_of(bundle: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = bundle.model(ids).logits
+    return found
 
 
 def test_distillation_asks_its_teacher(mesh: Mesh, model_folder: Path) -> None:
@@ -111,6 +125,10 @@ def test_what_cannot_be_is_refused_before_a_model_loads(mesh: Mesh, model_folder
         ({"algorithm": {"name": "distillation", "reference": str(other)}}, "algorithm.reference", "vocabulary has 64"),
         ({"train": OPTIMIZER | {"micro_batch_tokens": 9, "micro_batch_size": 2}}, "train", "give one of them"),
         ({"algorithm": {"name": "gpso"}}, "algorithm.name", "did you mean 'gspo'"),
+        ({"algorithm": {"name": "cross_entropy"}}, "algorithm.name", "whatever their reward"),
+        ({"train": OPTIMIZER | {"num_updates_per_batch": 3}}, "num_updates_per_batch", "does not divide the 4 rows"),
+        ({"train": {"optimizer": {"lr": 1e-3, "group_lrs": {"embed": -1}}}}, "group_lrs", "greater than 0"),
+        ({"algorithm": {"name": "distillation", "params": {"kl_coef": 0.1}}}, "kl_coef", "Input should be 0"),
     ]
     for changes, field, said in cases:
         answer = mesh.http.post("/v1/jobs", json={"document": recipe(model_folder, **changes)})

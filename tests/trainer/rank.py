@@ -38,7 +38,7 @@ def main() -> None:
     other = make_stack(model, dtype, world, **options)
     other.backend.load_state(load_file(folder / "model.safetensors") if world.first else {})
     other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(folder / "optimizer.safetensors"))
-    other.progress.version = 3
+    other.progress.version = json.loads((folder / "metrics.json").read_text())["updates"]
     other.train_track(make_batch(seed=1))
     resumed = other.backend.state()
     if world.first:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, Lfm2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from services.trainer.algorithms.grpo import Grpo
 from shared.config import algorithms
@@ -37,6 +37,13 @@ FAMILIES: dict[str, Any] = {
     "mistral with a window": MistralConfig(**SHAPE, sliding_window=4),
     "gemma": GemmaConfig(**SHAPE),
 }
+
+
+OTHERS: dict[str, Any] = {
+    "gemma2 caps its scores": Gemma2Config(**SHAPE),
+    "lfm2 has convolutions": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+}
+"""Models that packed replay would score wrongly."""
 
 
 def rows(seed: int) -> tuple[list[Any], list[Any]]:
@@ -108,6 +115,13 @@ def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Own computes attention in a way of its own"):
         packed.enable(Own())
+    for name, changes in OTHERS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(changes, attn_implementation="eager")
+        with pytest.raises(ValueError, match="use padded"):
+            packed.enable(model)
+            replay(Bundle(model, None, 0), *rows(1), packed=True)  # type: ignore[arg-type]
+        assert name
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-10), ("float32", 1e-5)])

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from services.trainer import checkpoint, planner, publisher
 from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.grpo import Grpo
+from services.trainer.algorithms.ppo import Ppo
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch
 from services.trainer.stack import TrainStack
@@ -29,7 +30,7 @@ from shared.config import algorithms
 from shared.config.sections import Lora, Optimizer, Train
 from shared.models import lora
 from shared.models.ar import packed
-from shared.models.ar.bundle import assign, exported, load
+from shared.models.ar.bundle import add_critic, assign, exported, load
 from shared.types import ARSamplingParams, Sample, TextSegment
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
@@ -69,6 +70,9 @@ def make_stack(
         lora.inject(bundle.model, Lora.model_validate(adapter), seed=3)
     if train.get("replay") == "packed":
         packed.enable(bundle.model)
+    if algorithm == "ppo":
+        algorithm = Ppo(algorithms.Ppo())
+        add_critic(bundle)
     backend = Backend(bundle, world, dtype)
     optimizer = Optimizer(lr=1e-3, grad_clip=train.pop("grad_clip", 1e9))
     section = Train(optimizer=optimizer, **train)
@@ -110,6 +114,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path
 
 RANKS: dict[str, dict[str, Any]] = {
     "full": {"num_updates_per_batch": 3, "micro_batch_size": 2},
+    "ppo on fewer rows than ranks": {"num_updates_per_batch": 12, "micro_batch_size": 2, "algorithm": "ppo"},
     "packed adapters": {
         "num_updates_per_batch": 3,
         "micro_batch_tokens": 24,
@@ -140,7 +145,7 @@ def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, lim
     found = torch.load(tmp_path / "rank0.pt", weights_only=True)
     assert distance(found["gradient"], gradient) < limit
     assert distance(found["weights"], weights) < limit
-    assert json.loads((tmp_path / "metrics.json").read_text())["updates"] == 3
+    assert json.loads((tmp_path / "metrics.json").read_text())["updates"] == one.progress.version
     resumed = torch.load(tmp_path / "resumed.pt", weights_only=True)
     assert torch.equal(resumed["weights"], found["later"]), "a sharded checkpoint goes on exactly"
 

@@ -15,11 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.controller import views
 from services.controller.api.core import Core
 from services.controller.jobs import JobDoc
+from shared.agent.storage import storage_id
 from shared.config.problems import bad
 from shared.http import problem
 from shared.weights import checkpoints, exports
 from shared.weights.exports import Export
 from shared.weights.store import WeightStore
+from shared.wire.keys import JobKeys
 
 MOST = 2**53
 
@@ -43,8 +45,9 @@ def exports_router(core: Core) -> APIRouter:
         known = exports.load(core.client, export)
         if known is None or known.job != core.job(job).id:
             raise HTTPException(404, f"no export {export!r} of job {job!r}")
-        if known.state in ("waiting", "running") and time.time() - known.at > exports.PATIENCE_S:
-            return msgspec.structs.replace(known, state="failed", error="no trainer agent has finished it: ask again")
+        late = known.state == "waiting" and time.time() - known.at > exports.QUEUE_S
+        if late or (known.state == "running" and time.time() - known.beat > exports.PATIENCE_S):
+            return msgspec.structs.replace(known, state="failed", error="no trainer agent works on it: ask again")
         return known
 
     @router.post("", status_code=202)
@@ -53,17 +56,20 @@ def exports_router(core: Core) -> APIRouter:
         doc = core.job(job)
         if wanted.form == "adapter" and doc.recipe["model"].get("lora") is None:
             raise bad("form", "adapter", "the job trains all weights", "model")
-        version, weights = _source(core, doc, wanted)
+        incarnation, version, weights = _source(core, doc, wanted)
         own = Export(
             id=uuid4().hex[:12],
             job=doc.id,
             weights=str(weights),
+            track=doc.plan.tracks[0],
+            incarnation=incarnation,
             version=version,
             dtype=wanted.dtype,
             form=wanted.form,
             at=time.time(),
         )
-        exports.ask(core.client, own)
+        exports.hold(core.settings, own)
+        exports.ask(core.client, own, storage_id(core.settings.state, core.settings.bodies))
         return _view(own)
 
     @router.get("/{export}")
@@ -86,18 +92,21 @@ def exports_router(core: Core) -> APIRouter:
 
 
 def _view(export: Export) -> dict[str, Any]:
-    return {k: v for k, v in msgspec.to_builtins(export).items() if k != "weights"}
+    return {k: v for k, v in msgspec.to_builtins(export).items() if k not in ("weights", "incarnation")}
 
 
-def _source(core: Core, doc: JobDoc, wanted: Wanted) -> tuple[int, Path]:
-    """(version, folder of its weights). BadInput says what is kept."""
+def _source(core: Core, doc: JobDoc, wanted: Wanted) -> tuple[int, int, Path]:
+    """(incarnation, version, folder of its weights); incarnation 0 for a checkpoint. BadInput says what is kept.
+
+    Versions count that belong to the history which goes on: those of the newest incarnation, and the checkpoints.
+    """
     track = doc.plan.tracks[0]
     store = WeightStore(core.settings.weights(doc.id), track)
-    kept: dict[int, Path] = {}
+    kept: dict[int, tuple[int, Path]] = {}
     for folder in checkpoints.found(core.settings.checkpoints(doc.id)):
-        kept[checkpoints.position(folder).versions[track]] = folder
-    for incarnation in sorted(int(p.name) for p in store.folder.glob("*") if p.name.isdigit()):
-        kept |= {version: store.path(incarnation, version) for version in store.versions(incarnation)}
+        kept[checkpoints.position(folder).versions[track]] = 0, folder
+    incarnation = int(core.client.hget(JobKeys(doc.id).meta, "incarnation") or 1)
+    kept |= {version: (incarnation, store.path(incarnation, version)) for version in store.versions(incarnation)}
     if not kept:
         raise HTTPException(409, "the job has no complete version yet")
     legal = ", ".join(map(str, sorted(kept)))
@@ -111,4 +120,4 @@ def _source(core: Core, doc: JobDoc, wanted: Wanted) -> tuple[int, Path]:
         version = max(kept)
     if version not in kept:
         raise bad("version", version, "it is not kept (weights.keep, train.keep_checkpoints)", f"versions {legal}")
-    return version, kept[version]
+    return kept[version][0], version, kept[version][1]

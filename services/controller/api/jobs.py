@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +16,7 @@ from services.controller.api.core import Core
 from services.controller.estimate import estimate
 from services.controller.jobs import create, prepare
 from services.controller.lifecycles.state import Phase
+from services.controller.models import kept
 from shared.config.compose import compose
 from shared.config.problems import bad, unknown
 from shared.wire.codec import pack
@@ -50,7 +53,14 @@ def jobs_router(core: Core) -> APIRouter:
         plan = {"plan": msgspec.to_builtins(job.doc.plan), "warnings": list(job.doc.warnings)}
         if submission.dry_run:
             return JSONResponse({"id": None, **plan, "estimate": estimate(job)}, 200)
+        try:
+            job = replace(job, doc=kept(job.doc, core.settings))
+        except FileNotFoundError as error:
+            path = job.recipe.model.path
+            raise bad("model.path", path, f"the version is gone: {error}", "the same again: a newer one is there") from error
         job_id = create(core.client, job, idempotency_key)
+        if job_id != job.doc.id:  # a repetition of an earlier submission
+            shutil.rmtree(core.settings.base(job.doc.id).parent, ignore_errors=True)
         if core.mesh is not None:
             core.mesh.wake.set()
         return {"id": job_id, **plan}

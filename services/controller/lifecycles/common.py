@@ -95,7 +95,8 @@ def check_components(recipe: RolloutRecipe) -> None:
     """Every named component exists and its parameters are right. BadInput names the field."""
     specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
     specs.check("engine", recipe.rollout.engine.name, recipe.rollout.engine.params, "rollout.engine")
-    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch)
+    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch, supervised=False)
+    check_updates(recipe, recipe.data.batch_size * recipe.rollout.group_size)
     check_optimizer(recipe)
     check_scorers(recipe.reward)
     for name, suite in recipe.eval.items():
@@ -119,9 +120,24 @@ def check_optimizer(recipe: Recipe) -> None:
         raise bad("train.optimizer.warmup_steps", optimizer.warmup_steps, str(error), f"0 to {total - 1}") from error
 
 
-def check_algorithm(algorithm: Component, updates: int) -> None:
+def check_updates(recipe: Recipe, rows: int) -> None:
+    """BadInput unless the updates divide the rows of a batch."""
+    updates = recipe.train.num_updates_per_batch
+    if rows % updates:
+        nearest = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: (abs(n - updates), n))
+        raise bad("train.num_updates_per_batch", updates, f"does not divide the {rows} rows of a batch", f"such as {nearest}")
+
+
+def check_algorithm(algorithm: Component, updates: int, supervised: bool) -> None:
+    """BadInput for parameters that are wrong, and for an algorithm of the other kind of data."""
     specs.check("algorithm", algorithm.name, algorithm.params, "algorithm")
     flags = specs.find("algorithm", algorithm.name, "algorithm.name").flags
+    if bool(flags.get("supervised")) != supervised:
+        known = [
+            n for n in specs.names("algorithm") if supervised == bool(specs.find("algorithm", n, "").flags.get("supervised"))
+        ]
+        why = "it learns from rewards, and sft has none" if supervised else "it imitates targets whatever their reward"
+        raise bad("algorithm.name", algorithm.name, why, ", ".join(known))
     if updates > 1 and not flags.get("supports_multi_update"):
         raise bad("train.num_updates_per_batch", updates, f"{algorithm.name} makes one update a batch", "1")
 

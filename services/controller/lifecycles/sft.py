@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.controller.lifecycles.common import check_algorithm, check_optimizer, check_placement
+from services.controller.lifecycles.common import check_algorithm, check_optimizer, check_placement, check_updates
 from services.controller.lifecycles.state import Plan
 from shared.config import specs
 from shared.config.sections import SftRecipe
@@ -16,7 +16,8 @@ class Recipe(SftRecipe):
 
 def plan(recipe: SftRecipe) -> Plan:
     specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
-    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch)
+    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch, supervised=True)
+    check_updates(recipe, recipe.data.batch_size)
     check_optimizer(recipe)
     check_placement(recipe)
     return Plan(

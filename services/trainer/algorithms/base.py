@@ -68,7 +68,10 @@ class Tally:
         self.peak(f"{name}{_NEGATED}", -values, mask)
 
     def figures(self) -> dict[str, float]:
-        found = {n: s / c for n, (s, c) in self.sums.items() if c and not n.endswith(_SQUARES)}
+        plain = {n: v for n, v in self.sums.items() if MOMENTS not in n and not n.endswith(_SQUARES)}
+        found = {n: s / c for n, (s, c) in plain.items() if c}
+        if (whole := self.sums.get(f"critic{MOMENTS}returns")) is not None and whole[1]:
+            found["explained_variance"] = self._explained()
         for name, (squares, count) in self.sums.items():
             if name.endswith(_SQUARES) and count:
                 own = name.removesuffix(_SQUARES)
@@ -78,7 +81,17 @@ class Tally:
             found[name.replace(_NEGATED, "_min")] = -value if name.endswith(_NEGATED) else value
         return found
 
+    def _explained(self) -> float:
+        """`1 - var(R - V) / var(R)` over all tokens (population; 0 if the returns are all equal)."""
+        variances = []
+        for name in ("errors", "returns"):
+            (total, count), (squares, _) = (self.sums[f"critic{MOMENTS}{name}{power}"] for power in ("", "2"))
+            variances.append(squares / count - (total / count) ** 2)
+        return 1 - variances[0] / variances[1] if variances[1] > 1e-12 else 0.0
 
+
+MOMENTS = "~moments~"
+"""In names of sums that make one figure together."""
 _SQUARES, _NEGATED = "~squares", "~negated"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.aggregation import aggregate
-from services.trainer.algorithms.base import Micro, Tally
+from services.trainer.algorithms.base import MOMENTS, Micro, Tally
 from services.trainer.algorithms.policy import Clipped, correction, ratio_figures, surrogate
 from shared.config.algorithms import Ppo as Params
 
@@ -53,8 +53,6 @@ class Ppo(Clipped):
 
     def _figures(self, values: Tensor, old: Tensor, returns: Tensor, active: Tensor, tally: Tally) -> None:
         tally.mean("value_clip_fraction", ((values - old).abs() > self.params.cliprange_value).to(values.dtype), active)
-        chosen, errors = returns[active > 0].double(), (returns - values)[active > 0].double()
-        if len(chosen):
-            spread = chosen.var(unbiased=False)
-            explained = 1 - errors.var(unbiased=False) / spread if spread > 0 else torch.zeros(())
-            tally.mean("explained_variance", explained.reshape(1))
+        for name, column in (("returns", returns), ("errors", returns - values)):
+            tally.mean(f"critic{MOMENTS}{name}", column.double(), active)
+            tally.mean(f"critic{MOMENTS}{name}2", column.double() ** 2, active)

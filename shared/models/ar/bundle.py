@@ -50,7 +50,8 @@ def load(files: Path, weights: Path | None, dtype: str = "float32", attention: s
     kind = DTYPES[dtype]
     if weights is not None and (weights / lora.CONFIG).exists():
         adapter = lora.read_config(weights)
-        bundle = load(files, adapter.base if adapter.base != files else None, dtype, attention)
+        plain = (adapter.base / "config.json").exists()  # a model folder, which transformers reads in any form
+        bundle = load(adapter.base, None, dtype, attention) if plain else load(files, adapter.base, dtype, attention)
         tensors = {n: v for path in weights.glob("*.safetensors") for n, v in load_file(path).items()}
         lora.merge_into(bundle.model, adapter, tensors)
         return bundle

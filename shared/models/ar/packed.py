@@ -18,6 +18,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "unimesh_packed"
+CHANGING = ("softcap", "s_aux", "position_bias")
+"""Options of attention that change its result, and that this one does not have."""
+LAYERS = {"full_attention", "sliding_attention"}
 
 
 def attention(
@@ -30,11 +33,13 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     packed_lengths: Sequence[int] = (),
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence. [1, heads, tokens, size] → [1, tokens, heads, size]."""
     if attention_mask is not None or sum(packed_lengths) != query.shape[2]:
         raise ValueError(f"packed rows of {query.shape[2]} tokens come with their lengths and without a mask")
+    if odd := [name for name in CHANGING if more.get(name) is not None]:
+        raise ValueError(f"train.replay packed: {type(module).__name__} wants {', '.join(odd)}; use padded")
     starts = [0, *itertools.accumulate(packed_lengths)]
     alike: dict[int, list[int]] = defaultdict(list)
     for start, length in zip(starts, packed_lengths, strict=False):
@@ -77,4 +82,6 @@ def enable(model: Any) -> None:
     """From now on the model takes packed rows only. ValueError for a model that brings an attention of its own."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"train.replay packed: {type(model).__name__} computes attention in a way of its own; use padded")
+    if other := set(getattr(model.config, "layer_types", None) or ()) - LAYERS:
+        raise ValueError(f"train.replay packed: {type(model).__name__} has layers of {', '.join(sorted(other))}; use padded")
     model.set_attn_implementation(NAME)

@@ -59,7 +59,8 @@ def replay(
     if states:
         hidden = pick(states[0])
         critic: nn.Module = getattr(bundle.model, CRITIC)
-        out.values = critic(hidden.float() if hidden.dtype.itemsize < 4 else hidden).squeeze(-1)
+        with torch.autocast(hidden.device.type, enabled=False):  # returns are regressed in float32 at least
+            out.values = critic(hidden.float() if hidden.dtype.itemsize < 4 else hidden).squeeze(-1)
     return out
 
 

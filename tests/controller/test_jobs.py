@@ -64,7 +64,7 @@ def test_a_good_recipe_passes(settings: Settings, model_folder: Path) -> None:
         ({"reward__scorers": {"x": {"name": "exact_mach"}}}, ["reward.scorers.x.name", "did you mean 'exact_match'"]),
         ({"reward__scorers": {"x": {"name": "length"}}}, ["reward.scorers.x.params.target", "required"]),
         ({"reward__scorers": {"a.b": {"name": "exact_match"}}}, ["reward.scorers.a.b", "holds no"]),
-        ({"algorithm__params": {"clip": 1}}, ["algorithm.params.clip", "did you mean 'clip_range'"]),
+        ({"algorithm__params": {"cliprange": 1}}, ["algorithm.params.cliprange", "did you mean 'clip_range'"]),
         ({"eval": {"x": SUITE | {"n": 4}}}, ["eval.x.n", "4", "greedy", "temperature above 0"]),
         (
             {"eval": {"x": SUITE | {"reward": {"scorers": {"y": {"name": "contain"}}}}}},

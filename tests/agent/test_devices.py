@@ -26,14 +26,6 @@ from tests.agent.agents import gone, make, running, seen, soon
 GPUS = [Device(f"GPU-{n}", "H200", 141_000) for n in range(4)]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = tmp_path / "sleepers"
-    found.mkdir()
-    monkeypatch.setenv("SLEEPER", str(found))
-    return found
-
-
 def leases(client: Any, owner: str, wanted: int | None = 1, there: Sequence[Device] = GPUS, share: int = 1) -> Leases:
     return Leases(client, owner, lambda: there, wanted, 60_000, share)
 

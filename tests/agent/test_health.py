@@ -23,14 +23,6 @@ from shared.wire.server import RedisServer
 from tests.agent.agents import gone, make, running, seen, soon
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = tmp_path / "sleepers"
-    found.mkdir()
-    monkeypatch.setenv("SLEEPER", str(found))
-    return found
-
-
 @pytest.fixture
 def address() -> str:
     with socket.socket() as probe:

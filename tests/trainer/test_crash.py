@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,10 @@ class Number:
     """A model of one number, which remembers every batch and their order."""
 
     def __init__(self) -> None:
-        self.value, self.progress, self.optimizer = 1, Progress(), None
+        self.value, self.progress, self.optimizer, self.ema = 1, Progress(), None, None
+
+    def averaged(self) -> Any:
+        return nullcontext()
 
     def train_track(self, batch: Batch) -> StepResult:
         ids = [i for piece in batch.slices for part in piece.head.parts for i in part.ids]
@@ -56,7 +60,9 @@ class Number:
     def weights(self) -> dict[str, torch.Tensor]:
         return {"w": torch.tensor([self.value])}
 
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+    state = weights
+
+    def load_state(self, weights: dict[str, torch.Tensor]) -> None:
         self.value = int(weights["w"])
 
     def optimizer_state(self, _: object) -> dict[str, Any]:

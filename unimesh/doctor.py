@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -171,9 +171,8 @@ def _devices(settings: Settings, url: str | None) -> Finding:
     detail = f"{len(found)} ({names}), driver {driver or 'unknown'}, {free} free"
     if wanted and wanted > len(found):
         return Finding("devices", False, f"{detail}; {wanted} wanted", "lower UNIMESH_DEVICE_COUNT, or show this service more")
-    code = "import torch; print(torch.__version__, torch.cuda.is_available())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if driver is not None and not done.stdout.strip().endswith("True"):
+    done = _ask_torch()
+    if driver is not None and not done.stdout.strip().endswith("cuda"):
         fix = "build with torch's CUDA build (docs/deploy.md), or install a newer driver"
         return Finding("devices", False, f"{detail}; torch {done.stdout.split(' ')[0]} cannot use them", fix)
     return Finding("devices", True, detail)
@@ -223,9 +222,15 @@ def _health(settings: Settings) -> Finding:
     return Finding("health port", True, settings.health)
 
 
-def _torch() -> Finding:
+@cache
+def _ask_torch() -> subprocess.CompletedProcess[str]:
+    """Its version, and cuda or cpu; once, since it takes seconds to import."""
     code = "import torch; print(torch.__version__, 'cuda' if torch.cuda.is_available() else 'cpu')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def _torch() -> Finding:
+    done = _ask_torch()
     said = (done.stdout or done.stderr).strip().splitlines()
     detail = said[-1] if said else "no answer"
     return Finding("torch", done.returncode == 0, detail, "make setup (rollout and trainer need it)")

@@ -325,14 +325,14 @@ def _packed(members: Sequence[Row], found: Replayed) -> Micro:
 def _drift(micro: Micro, tally: Tally) -> None:
     """Rollout against replay: means over tokens, and what is furthest."""
     assert micro.rollout is not None
-    gap = (micro.new.detach() - micro.rollout).abs()
-    tally.mean("rollout_gap", gap, micro.mask)
-    tally.peak("rollout_gap_max", gap, micro.mask)
-    figures = drift(micro.new, micro.rollout, micro.mask)
     active = micro.mask[micro.mask > 0]
-    for name in ("k3_mean", "k3_p99"):
-        if name in figures and len(active):
-            tally.mean(name, torch.full_like(active, figures[name]))
+    if not len(active):
+        return
+    figures = drift(micro.new, micro.rollout, micro.mask)
+    for name in ("rollout_gap", "k3_mean", "k3_p99"):
+        if name in figures:
+            tally.mean(name, torch.full_like(active, figures[name], dtype=torch.float64))
+    tally.peak("rollout_gap_max", torch.full_like(active, figures["rollout_gap_max"], dtype=torch.float64), active)
 
 
 def _finite(grad: Any) -> bool:

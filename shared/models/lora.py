@@ -53,12 +53,6 @@ class LoraLinear(nn.Module):
         low: Tensor = self.lora_B[self.active](self.lora_A[self.active](x))
         return y + low * self.scaling
 
-    def delta(self, name: str = LIVE) -> Tensor:
-        """What the adapter adds to the base's weight."""
-        a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
-        found: Tensor = b @ a * self.scaling
-        return found
-
 
 def inject(model: Any, section: Lora, seed: int = 0) -> list[str]:
     """Replaces the linear modules that the section names, and freezes everything else. ValueError if nothing is named.
@@ -167,8 +161,7 @@ def merge(model: Any) -> None:
     """Adds the live adapters to their bases and takes them out of the model, which is then a plain one."""
     for name, module in list(layers(model)):
         base, weight = module.base_layer, module.base_layer.get_parameter("weight")
-        a, b = (part[LIVE].weight.double() for part in (module.lora_A, module.lora_B))
-        weight.copy_((weight.double() + module.scaling * (b @ a)).to(weight.dtype))
+        _add(weight, module.lora_A[LIVE].weight, module.lora_B[LIVE].weight, module.scaling)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, base)
 
@@ -177,6 +170,9 @@ def merge(model: Any) -> None:
 def merge_into(model: Any, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
     """Adds an adapter to a plain model's weights: `W + (alpha / rank) B A`, computed in float64."""
     for name in adapter.modules:
-        a, b = (tensors[f"{_PREFIX}{name}.lora_{part}.weight"].double() for part in "AB")
-        weight: Tensor = model.get_submodule(name).weight
-        weight.copy_((weight.double() + adapter.alpha / adapter.rank * (b @ a)).to(weight.dtype))
+        a, b = (tensors[f"{_PREFIX}{name}.lora_{part}.weight"] for part in "AB")
+        _add(model.get_submodule(name).weight, a, b, adapter.alpha / adapter.rank)
+
+
+def _add(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> None:
+    weight.copy_((weight.double() + scaling * (b.double() @ a.double())).to(weight.dtype))

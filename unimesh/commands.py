@@ -13,6 +13,7 @@ import click
 import msgpack
 from rich.console import Console
 
+from shared.types.metrics import average_metrics
 from shared.wire.envelope import ENDED
 from unimesh import show
 from unimesh.client import Api
@@ -92,10 +93,16 @@ def jobs(state: str | None, name: str | None, limit: int, as_json: bool) -> None
 @click.argument("job")
 @click.option("--since", default=0, help="Only steps after this one.")
 @click.option("--all", "everything", is_flag=True, help="All columns; a wide terminal helps.")
+@click.option(
+    "--mean", type=click.IntRange(1), default=1, help="One row for so many steps: their means, and the last one's number."
+)
 @AS_JSON
-def steps(job: str, since: int, everything: bool, as_json: bool) -> None:
+def steps(job: str, since: int, everything: bool, mean: int, as_json: bool) -> None:
     """Print a job's steps: reward, loss, lengths, stage times."""
     found = mesh_api().get(f"/v1/jobs/{job}/steps", since=since, limit=10_000)
+    if mean > 1:
+        bunches = [found[i : i + mean] for i in range(0, len(found), mean)]
+        found = [average_metrics(bunch) | {"step": bunch[-1]["step"]} for bunch in bunches]
     put(found, as_json, partial(show.steps_table, everything=everything))
 
 

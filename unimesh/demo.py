@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from shared.types.metrics import average_metrics
 from shared.wire.client import connect
 from unimesh import show
 from unimesh.client import Api
@@ -26,10 +30,10 @@ REWARD_RISE, ACCURACY_RISE = 0.2, 0.3
 """The demo passes only if both rises are reached."""
 
 
-def run(seed: int, model: str, steps: int | None = None) -> int:
-    """0 if reward and held-out accuracy rose as they should. The main thread tends the mesh, another one runs the jobs."""
+def run(seed: int, domain: str, model: str, steps: int | None = None) -> int:
+    """0 if the figures moved as they should. The main thread tends the mesh, another one runs the jobs."""
     console = Console()
-    state = default_state() / f"demo-{model}-{seed}"
+    state = default_state() / f"demo-{domain}-{model}-{seed}"
     shutil.rmtree(state, ignore_errors=True)
     mesh = EmbeddedMesh(state, Shape(), (default_state(),), say=lambda text: console.print(text, highlight=False))
     install_signals(mesh)
@@ -37,8 +41,7 @@ def run(seed: int, model: str, steps: int | None = None) -> int:
 
     def act() -> None:
         try:
-            flow = Sorting(mesh, console, seed, steps) if model == "tiny" else SmolLM(mesh, console, seed, steps)
-            outcome.append(flow.run())
+            outcome.append(FLOWS[domain, model](mesh, console, seed, steps).run())
         finally:
             mesh.stopping.set()
 
@@ -59,6 +62,10 @@ class Flow:
     def __init__(self, mesh: EmbeddedMesh, console: Console, seed: int, steps: int | None) -> None:
         self.mesh, self.console, self.seed, self.steps = mesh, console, seed, steps
         self.api = Api(mesh.api)
+
+    def run(self) -> int:
+        """0 if the figures moved as they should."""
+        raise NotImplementedError
 
     def going(self) -> bool:
         return not self.mesh.stopping.is_set()
@@ -104,6 +111,23 @@ class Flow:
         )
         self.console.print(facts)
 
+    def tiny(self) -> Path:
+        model = self.mesh.state / "model"
+        self.say("making a Qwen3 of 0.41 M parameters")
+        command = [sys.executable, "-m", "shared.models.ar.tiny", str(model), str(self.seed)]
+        subprocess.run(command, check=True, capture_output=True)
+        return model
+
+    def smollm2(self) -> Path:
+        model: Path = default_state() / "models" / "smollm2"
+        if not (model / "config.json").exists():
+            self.say("converting SmolLM2-135M-Instruct from GGUF to safetensors (once)")
+            command = [sys.executable, "-m", "shared.models.ar.gguf", str(model)]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr[-1500:])
+        return model
+
     def previews(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         table = Table("prompt", "before", "after", "answer", title="held-out prompts")
         for old, new in zip(before["previews"], after["previews"], strict=False):
@@ -121,10 +145,7 @@ class Sorting(Flow):
     """A tiny Qwen3 imitates a careless teacher, then learns from exact-match rewards to sort six digits."""
 
     def run(self) -> int:
-        model = self.mesh.state / "model"
-        self.say("making a Qwen3 of 0.41 M parameters")
-        command = [sys.executable, "-m", "shared.models.ar.tiny", str(model), str(self.seed)]
-        subprocess.run(command, check=True, capture_output=True)
+        model = self.tiny()
         steps = f"steps={self.steps or STEPS}"
         warm = self.launch(
             "sft/sort", f"model.path={model}", f"seed={self.seed}", f"data.source.params.seed={1000 + self.seed}"
@@ -138,7 +159,7 @@ class Sorting(Flow):
         )
         records = self.api.get(f"/v1/jobs/{view['id']}/steps")
         evals = {e["tag"]: e for e in view["evals"]}
-        first, last = _mean(records[:10]), _mean(records[-10:])
+        first, last = (average_metrics(some)["reward"] for some in (records[:10], records[-10:]))
         before, after = evals["start"]["reward"], evals["end"]["reward"]
         self.table(view, records)
         self.previews(evals["start"], evals["end"])
@@ -166,14 +187,7 @@ class SmolLM(Flow):
     """A real model: SmolLM2-135M-Instruct from its GGUF file, chat template, a format reward; a few full-weight steps."""
 
     def run(self) -> int:
-        model: Path = default_state() / "models" / "smollm2"
-        if not (model / "config.json").exists():
-            self.say("converting SmolLM2-135M-Instruct from GGUF to safetensors (once)")
-            command = [sys.executable, "-m", "shared.models.ar.gguf", str(model)]
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-            if done.returncode:
-                self.say(done.stderr[-1500:])
-                return 1
+        model = self.smollm2()
         questions = self.mesh.state / "questions.jsonl"
         rows = ({"question": question, "answer": answer} for question, answer in QUESTIONS.items())
         questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -188,5 +202,79 @@ class SmolLM(Flow):
         return 0
 
 
-def _mean(records: list[dict[str, Any]]) -> float:
-    return float(sum(r["reward"] for r in records) / len(records))
+def conversations(seed: int, count: int, held_out: bool) -> Iterator[dict[str, Any]]:
+    """Two questions and two answers each; a tenth of the digits (CRC-32 divisible by 10) is held out."""
+    rng = random.Random(f"{seed}:{held_out}")
+    while count:
+        digits = "".join(rng.choice("0123456789") for _ in range(6))
+        if (zlib.crc32(digits.encode()) % 10 == 0) == held_out:
+            count -= 1
+            said = [f"sort {digits}", "".join(sorted(digits)), "backwards", "".join(sorted(digits, reverse=True))]
+            roles = ("user", "assistant") * 2
+            yield {"messages": [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]}
+
+
+class Chat(Flow):
+    """Supervised: conversations of two turns are imitated, the assistant's side alone."""
+
+    recipe = "sft/chat"
+    left = 0.1
+    """Share of the first held-out loss that may be left in the end."""
+    overrides: tuple[str, ...] = ()
+
+    def model(self) -> Path:
+        return self.tiny()
+
+    def run(self) -> int:
+        files = {}
+        for name, count in (("train", 4000), ("held_out", 200)):
+            files[name] = self.mesh.state / f"{name}.jsonl"
+            rows = conversations(self.seed, count, name == "held_out")
+            files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        view = self.launch(
+            self.recipe,
+            f"model.path={self.model()}",
+            f"seed={self.seed}",
+            f"data.source.params.path={files['train']}",
+            f"eval.held_out.source.params.path={files['held_out']}",
+            *self.overrides,
+            *([] if self.steps is None else [f"steps={self.steps}"]),
+        )
+        evals = sorted(view["evals"], key=lambda e: (e["step"], e["tag"] == "end"))
+        table = Table("step", "held-out loss", "perplexity", "tokens", title="conversations that were not trained on")
+        for found in evals:
+            table.add_row(str(found["step"]), f"{found['loss']:.4f}", f"{found['perplexity']:.2f}", f"{found['tokens']:.0f}")
+        self.console.print(table)
+        first, last = evals[0]["loss"], evals[-1]["loss"]
+        self.say(f"held-out loss: {first:.3f} -> {last:.3f}  (must fall to {self.left:.0%} of it)")
+        passed = last <= self.left * first
+        self.say("[green]the demo passed[/green]" if passed else "[red]the demo did not pass[/red]")
+        self.next_steps(view["id"])
+        return 0 if passed else 1
+
+
+class SmolChat(Chat):
+    """The same with adapters on a real model, a few steps."""
+
+    left = 0.5
+    overrides = (
+        "steps=12",
+        "data.batch_size=16",
+        "eval.held_out.size=32",
+        "eval.held_out.every=4",
+        "+model.lora.rank=8",
+        "+model.lora.alpha=16",
+        "train.optimizer.warmup_steps=2",
+    )
+
+    def model(self) -> Path:
+        return self.smollm2()
+
+
+FLOWS: dict[tuple[str, str], type[Flow]] = {
+    ("ar", "tiny"): Sorting,
+    ("ar", "smollm2"): SmolLM,
+    ("sft", "tiny"): Chat,
+    ("sft", "smollm2"): SmolChat,
+}
+"""By domain and model."""

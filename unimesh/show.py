@@ -90,6 +90,7 @@ def panel(view: dict[str, Any], steps: Sequence[dict[str, Any]]) -> RenderableTy
     grid.add_row("ledger", f"{counts} + in flight {ledger['in_flight']}")
     for newest in {e["suite"]: e for e in sorted(view["evals"], key=lambda e: (e["step"], e["tag"] != "start"))}.values():
         parts = [f"reward {newest['reward']:.3f}"] if newest["reward"] is not None else []
+        parts += [f"{name} {newest[name]:.4f}" for name in ("loss", "perplexity") if newest.get(name) is not None]
         parts += [f"{name} {value:.3f}" for name, value in newest.items() if name.startswith("pass@")]
         grid.add_row(newest["suite"], f"{newest['tag']}: {'  '.join(parts)}")
     if view["dead_letters"]:

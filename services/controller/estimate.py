@@ -31,7 +31,8 @@ def estimate(job: Job) -> dict[str, Any]:
         "epochs": None if job.train.order.length is None else round(plan.steps * plan.batch_size / job.train.order.length, 3),
     }
     prompt = _prompt_tokens(job)
-    found["prompt_tokens"] = {"mean": round(sum(prompt) / len(prompt), 1), "max": max(prompt)} if prompt else None
+    figures = {"mean": round(sum(prompt) / len(prompt), 1), "max": max(prompt)} if prompt else None
+    found["prompt_tokens" if plan.route else "example_tokens"] = figures
     if plan.route and prompt:
         completion = plan.group_size * recipe.rollout.sampling.max_new_tokens
         tokens = max(prompt) + completion
@@ -52,11 +53,13 @@ def estimate(job: Job) -> dict[str, Any]:
 
 
 def _prompt_tokens(job: Job) -> list[int]:
-    size = job.train.source.size
+    """Without a rollout: of prompt and target."""
+    source, intake = job.train.source, job.train.intake
     lengths = []
-    for row in range(min(LOOKED_AT, size or LOOKED_AT)):
+    for row in range(min(LOOKED_AT, source.size or LOOKED_AT)):
         try:
-            lengths.append(len(job.train.intake.prompt(job.train.source.get(row)).tokens))
+            record = source.get(row)
+            lengths.append(len(intake.prompt(record).tokens) if job.doc.plan.route else len(intake.example(record)))
         except BadPrompt:
             continue  # dropped when it is drawn
     return lengths

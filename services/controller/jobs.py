@@ -21,7 +21,7 @@ from services.controller.lifecycles.state import Phase, Plan, Root
 from services.controller.models import check_adapter, reference_of
 from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
-from shared.config.sections import Component, Recipe, Sampling, Suite, scorer_place, scorers_of
+from shared.config.sections import Component, LossSuite, Recipe, Sampling, Suite, scorer_place, scorers_of
 from shared.config.settings import Settings
 from shared.types.params import ARSamplingParams
 from shared.weights.locate import ModelFiles, locate
@@ -71,8 +71,8 @@ class Job:
     train: DataSet
     params: ARSamplingParams | None
     """None when nothing is rolled out."""
-    suites: dict[str, tuple[DataSet, ARSamplingParams]]
-    """Evaluations: their data and sampling."""
+    suites: dict[str, tuple[DataSet, ARSamplingParams | None]]
+    """Evaluations: their data and sampling; None where the loss of targets is measured."""
 
     @property
     def keys(self) -> JobKeys:
@@ -100,8 +100,11 @@ def prepare(document: Any, settings: Settings) -> Job:
         reference=reference_of(recipe, files, settings),
     )
     job = open_job(doc, settings)
+    sizes = {name: suite.size or job.suites[name][0].source.size or 0 for name, suite in plan.suites.items()}
+    suites = {name: msgspec.structs.replace(suite, size=sizes[name]) for name, suite in plan.suites.items()}
+    plan = msgspec.structs.replace(plan, suites=suites)
     warnings = tuple(_warnings(plan, job))
-    doc = msgspec.structs.replace(doc, warnings=warnings, fingerprints=_fingerprints(job))
+    doc = msgspec.structs.replace(doc, plan=plan, warnings=warnings, fingerprints=_fingerprints(job))
     return replace(job, doc=doc)
 
 
@@ -112,12 +115,8 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     most = recipe.rollout.sampling.max_new_tokens if plan.route else 1
     intake = Intake(files.files, recipe.data, most)
     train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)
-    params = None
-    suites = {}
-    if plan.route:
-        params = _params(recipe.rollout.sampling, recipe.seed, intake)
-        for name, suite in recipe.eval.items():
-            suites[name] = _suite(recipe, name, suite, intake, settings)
+    params = _params(recipe.rollout.sampling, recipe.seed, intake) if plan.route else None
+    suites = {name: _suite(recipe, name, suite, intake, settings) for name, suite in recipe.eval.items()}
     size = train.source.size
     if size is not None and plan.batch_size > size:
         raise bad("data.batch_size", plan.batch_size, "larger than the data", f"1 to {size}")
@@ -137,11 +136,17 @@ def _params(sampling: Sampling, seed: int, intake: Intake) -> ARSamplingParams:
     return ARSamplingParams(**sampling.model_dump(), seed=seed, stop_token_ids=intake.stop_tokens)
 
 
-def _suite(recipe: Any, name: str, suite: Suite, intake: Intake, settings: Settings) -> tuple[DataSet, ARSamplingParams]:
-    """BadInput if its source is smaller than the suite."""
+def _suite(
+    recipe: Any, name: str, suite: Suite | LossSuite, intake: Intake, settings: Settings
+) -> tuple[DataSet, ARSamplingParams | None]:
+    """BadInput if its source is smaller than the suite, or has no end and the suite no size."""
     data = _data_set(recipe, suite.source, f"eval.{name}.source", intake, settings, shuffle=False)
-    if data.source.size is not None and suite.size > data.source.size:
-        raise bad(f"eval.{name}.size", suite.size, "more prompts than the source has", f"at most {data.source.size}")
+    if suite.size is None and data.source.size is None:
+        raise bad(f"eval.{name}.size", None, "the source never ends", "a number of records")
+    if data.source.size is not None and suite.size is not None and suite.size > data.source.size:
+        raise bad(f"eval.{name}.size", suite.size, "more records than the source has", f"at most {data.source.size}")
+    if isinstance(suite, LossSuite):
+        return data, None
     sampling = suite.sampling or recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
     return data, _params(sampling, recipe.seed, intake)
 
@@ -164,13 +169,15 @@ def _check_records(source: Source, intake: Intake, at: str, targets: bool) -> No
         try:
             record = source.get(row)
             if targets:
-                intake.pair(record)
+                intake.example(record)
             else:
                 intake.prompt(record)
         except BadPrompt as error:
             if isinstance(error, TooLong) and intake.data.on_long == "drop":
                 continue
             legal = f"1 to {intake.limit} tokens" if intake.limit else "at least 1 token"
+            if targets:
+                legal = "a target of at least 1 token that fits behind its prompt"
             problems.append(Problem(field=f"{at} record {row + 1}", message=str(error), legal=legal))
     if problems:
         raise BadInput(problems[:10])

@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from services.controller.data.intake import BadPrompt, Prompt
+from services.controller.data.intake import BadPrompt, Example
 from services.controller.jobs import Job
 from services.controller.lifecycles.state import (
     Append,
@@ -19,6 +19,7 @@ from services.controller.lifecycles.state import (
     Close,
     Command,
     Covered,
+    EvalRun,
     Evaluated,
     Group,
     Issue,
@@ -29,6 +30,7 @@ from services.controller.lifecycles.state import (
 from services.controller.restore import cut
 from services.controller.scoring import train_slices
 from shared.config.sections import Advantage
+from shared.types.ids import root_id
 from shared.types.params import ARSamplingParams
 from shared.types.part import Part, Text
 from shared.types.sample import Sample
@@ -51,8 +53,8 @@ class Request(NamedTuple):
     error: str
     slices: tuple[tuple[tuple[int, int], Sample, list[codec.Buffer]], ...]
     """(siblings, Sample, body) of each message."""
-    pair: tuple[Prompt, list[int]] | None = None
-    """Without a rollout: the prompt and its target's tokens."""
+    example: Example | None = None
+    """Without a rollout: what is imitated."""
 
 
 def _body(sample: Sample) -> list[codec.Buffer]:
@@ -146,7 +148,7 @@ class Writer:
         record = data.source.get(data.order.place(draw)[1])
         try:
             if params is None:
-                return Request("", (), data.intake.pair(record))
+                return Request("", (), data.intake.example(record))
             prompt = data.intake.prompt(record)
         except BadPrompt as error:
             return Request(str(error), ())
@@ -212,8 +214,10 @@ class Writer:
             how = self.job.recipe.algorithm.advantage if self.plan.advantages else Advantage()
             slices = train_slices(self.plan, command.groups, how)
         elif command.kind == "train":
-            part, out = self._records(command.groups)
-            slices = (part,)
+            found = [(g.gid.rpartition("#")[0], example) for g in command.groups if (example := self._take(g).example)]
+            slices, out = self._records(found, command.groups[0].shelf)
+        elif command.kind == "evaluate":
+            slices, out = self._records(self._held_out(command.suite, command.rows), after.root.formed)
         entry = LogEntry(
             seq=command.seq,
             id=command.id,
@@ -224,36 +228,43 @@ class Writer:
             step=after.root.batches + 1 if command.kind == "train" else 0,
             groups=tuple(map(_note, command.groups)) if self.plan.route else (),
             pinned=command.pinned,
+            records=command.rows[1] - command.rows[0],
             state=pack(cut(after)) if command.kind == "checkpoint" else b"",
         )
         return [*out, xadd(self.keys.log, {"e": pack(entry)}, f"{command.seq}-0")]
 
-    def _records(self, groups: Sequence[Group]) -> tuple[TrainSlice, list[Write]]:
-        """sft: the batch's prompts and targets as one body; the trainer builds the loss from them."""
-        pairs = [pair for g in groups if (pair := self._take(g).pair) is not None]
-        prompts, targets = [prompt for prompt, _ in pairs], [target for _, target in pairs]
-        roots = tuple(g.gid.rpartition("#")[0] for g in groups)
+    def _held_out(self, suite: str, rows: tuple[int, int]) -> list[tuple[str, Example]]:
+        """Records of a suite by their names, but for those that cannot be used."""
+        found = [(root_id(f"eval-{suite}", 0, row), self._build(row, suite).example) for row in range(*rows)]
+        return [(root, example) for root, example in found if example is not None]
+
+    def _records(self, found: Sequence[tuple[str, Example]], shelf: int) -> tuple[Sequence[TrainSlice], list[Write]]:
+        """sft: prompts and targets as one body; the trainer builds the loss from them."""
+        if not found:
+            return (), []
+        roots, examples = tuple(root for root, _ in found), [example for _, example in found]
         inputs = Part(
             sample_ids=roots,
-            primitives={"text": tuple(Text(p.text) for p in prompts)},
-            segment=TextSegment.of([p.tokens for p in prompts]),
+            primitives={"text": tuple(Text(e.prompt.text) for e in examples)},
+            segment=TextSegment.of([e.prompt.tokens for e in examples]),
         )
+        targets = TextSegment.of([e.target for e in examples])
+        mask = np.concatenate([np.asarray(e.mask, np.uint8) for e in examples])
         ids = tuple(f"{root}/0" for root in roots)
-        params = ARSamplingParams(max_new_tokens=max(map(len, targets)))
-        lengths = tuple(map(len, targets))
+        lengths = tuple(targets.lengths.tolist())
         output = Part(
             sample_ids=ids,
             role="assistant",
             track="policy",
-            sampling_params=params,
-            segment=TextSegment.of(targets),
+            sampling_params=ARSamplingParams(max_new_tokens=max(lengths)),
+            segment=targets if mask.all() else msgspec.structs.replace(targets, loss_mask=mask),
             output_version=np.zeros(len(ids), np.int64),
         )
-        shelf, name = groups[0].shelf, f"records.{uuid4().hex[:8]}"
+        name = f"records.{uuid4().hex[:8]}"
         ref, small = self.store.place(shelf, name, codec.encode_parts([Sample((inputs, output))]))
         head = SliceHead(parts=(PartHead(ids=ids, track="policy", lengths=lengths),), body=ref)
         writes = [] if small is None else [hset(self.keys.shelf(shelf), {name: small})]
-        return TrainSlice(head=head, rewards=(None,), advantages=(None,)), writes
+        return (TrainSlice(head=head, rewards=(None,), advantages=(None,)),), writes
 
     def _close(self, command: Close) -> list[Write]:
         """The groups' hashes, marks, and entries that are still about, whoever holds them."""
@@ -322,13 +333,23 @@ class Writer:
             "versions": run.versions,
             "prompts": run.size,
             "failed": run.failed,
-            "reward": run.total / good if good else None,
+            **_loss(run),
+            "reward": run.total / good if good and run.samples else None,
             "reward_std": math.sqrt(max(0.0, variance)) if run.samples else None,
             "samples": run.samples,
             **{f"reward/{n.rpartition('.')[2]}": total / count for n, (total, count) in run.components.items() if count},
             **{f"pass@{k}": value / good for k, value in sorted(run.passed.items()) if good},
             "previews": previews,
         }
+
+
+def _loss(run: EvalRun) -> dict[str, Any]:
+    """Of targets that were measured: their mean loss and its exponential."""
+    total, weight, tokens = run.loss
+    if not weight:
+        return {"loss": None} if tokens else {}
+    mean = total / weight
+    return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}
 
 
 def _note(group: Group) -> GroupNote:

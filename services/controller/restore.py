@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.controller.lifecycles.state import Group, Restore, Root, State
+from services.controller.lifecycles.state import EvalRun, Group, Restore, Root, State
 from shared.weights import checkpoints
 from shared.wire.codec import unpack
 from shared.wire.hops import meta_fields
@@ -48,7 +48,9 @@ def from_cut(saved: Cut, incarnation: int) -> Root:
         dropped=dropped,
         again=(*((draw, issue + 1) for draw, issue in saved.open), *root.again),
         records=(),
-        evals=(),
+        evals=tuple(
+            EvalRun(suite=r.suite, tag=r.tag, step=r.step, versions={}, size=r.size, issue=r.issue) for r in root.evals
+        ),
         current={},
         published={},
         unsynced=(),

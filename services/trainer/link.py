@@ -17,7 +17,7 @@ from shared.weights.checkpoints import Position
 from shared.wire.bodies import BodyStore
 from shared.wire.client import AWAY, answered
 from shared.wire.codec import pack, unpack
-from shared.wire.envelope import Failure, LogEntry, Message, RolledBack, Saved, Span, Trained
+from shared.wire.envelope import Failure, LogEntry, Measured, Message, RolledBack, Saved, Span, Trained
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys, assignment
 from shared.wire.scripts import Scripts, text
@@ -95,7 +95,7 @@ class Link:
 
     def words(self) -> tuple[bytes, ...]:
         """What a checkpoint keeps of what was reported: the records that nobody will redo after it."""
-        return tuple(packed for event, packed in list(self.recent) if isinstance(event, Trained))
+        return tuple(packed for event, packed in list(self.recent) if isinstance(event, Trained | Measured))
 
     def resume(self, position: Position, incarnation: int) -> None:
         """Goes on after a checkpoint. Whether the controller has heard of its records is unknown, so it is told again."""
@@ -103,7 +103,8 @@ class Link:
             self.seq, self.entry_id = position.seq, ""
             return
         self.seq, self.entry_id = position.seq, position.entry_id
-        self.report(*(unpack(word, Trained) for word in position.words), Saved(seq=position.seq))
+        words: list[Trained | Measured] = [unpack(word, Trained | Measured) for word in position.words]  # type: ignore[arg-type]
+        self.report(*words, Saved(seq=position.seq))
 
     def _send(self, packed: Sequence[bytes]) -> None:
         with self.lock:

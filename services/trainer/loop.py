@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from shared.files import when_there_is_space
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
 from shared.wire.codec import pack, unpack
-from shared.wire.envelope import Failure, LogEntry, RolledBack, Saved, Span, Started, Trained
+from shared.wire.envelope import Failure, LogEntry, Measured, RolledBack, Saved, Span, Started, Trained
 from shared.wire.errors import BodyLost
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class Trainer:
         match entry.kind:
             case "train":
                 self._train(entry, publish)
+            case "evaluate":
+                self._evaluate(entry)
             case "publish":
                 self.publish(entry.pinned)
             case "checkpoint":
@@ -120,6 +123,17 @@ class Trainer:
             self.publish(publish.pinned)
         if self.link is not None:
             self.link.report(self._trained(entry, result, self.link.told()))
+
+    def _evaluate(self, entry: LogEntry) -> None:
+        """The loss of held-out targets, under the weights that would be published."""
+        opened, started = self.opened or [], time.monotonic()
+        with self.stack.averaged():
+            found = self.stack.measure(Batch(entry.slices, self.track, lambda i: opened[i].decoded()))
+        if self.link is None:
+            return
+        log.info("measured %d records in %.2f s", found.rows, time.monotonic() - started)
+        versions = {self.track: self.stack.progress.version}
+        self.link.report(Measured(seq=entry.seq, id=entry.id, versions=versions, **found._asdict()))
 
     def _trained(self, entry: LogEntry, result: StepResult, spans: tuple[Span, ...]) -> Trained:
         return Trained(

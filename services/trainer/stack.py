@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from services.trainer import planner
 from services.trainer.aggregation import NoActiveTokens, loss_scale
 from services.trainer.algorithms.base import Algorithm, Micro, Tally
+from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.policy import drift
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch, Row
@@ -35,6 +36,17 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     """Why an update was left out."""
+
+
+class Measures(NamedTuple):
+    """The loss of a batch of targets, on all ranks."""
+
+    rows: int
+    total: float
+    weight: float
+    """`total / weight` is the mean loss, also over several batches."""
+    tokens: float
+    """Those that count."""
 
 
 @dataclass
@@ -122,6 +134,26 @@ class TrainStack:
         result.metrics = self._figures(tally, losses, norms)
         self.optimizer.zero_grad(set_to_none=True)
         return result
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> Measures:
+        """Without training: over all rows, whatever their number. ValueError for an algorithm that has no loss of targets."""
+        if not isinstance(self.algorithm, CrossEntropy):
+            raise ValueError(f"{type(self.algorithm).__name__} has no loss of targets to measure")
+        lengths = [head.length for head in batch.heads]
+        own = planner.of_rank(range(len(lengths)), lengths, self.world.rank, self.world.size)
+        work = self._work([batch.row(i) for i in own], len(lengths))
+        sums = [0.0, 0.0, 0.0]
+        for index in range(work.most):
+            chosen = work.micros[index] if index < len(work.micros) else []
+            self.tick()
+            members = [work.rows[i] for i in chosen]
+            found = self._replay(members or [_DUMMY])
+            if members:
+                micro = _packed(members, found)
+                total, weight = self.algorithm.measure(micro)
+                sums = [s + v for s, v in zip(sums, (total, weight, float((micro.mask > 0).sum())), strict=True)]
+        return Measures(len(lengths), *self.world.total(sums))
 
     # planning -------------------------------------------------------------------------------------------------------------
 

@@ -127,10 +127,19 @@ class Columns(Params):
     """Field that holds the prompt: a text, or a list of messages for a chat template."""
     target: str | None = None
     """Field that holds the text to imitate (sft)."""
+    messages: str | None = None
+    """Field that holds a conversation, in place of prompt and target (sft): a list of objects with role and content. What the
+    assistant says is imitated, but for its messages with `weight` 0."""
     id: str | None = None
     """Field of unique ids, checked; None: none."""
     shuffle: bool = True
     """Each epoch in an order of its own, by the recipe's seed."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind(self) -> Columns:
+        if self.messages is not None and self.target is not None:
+            raise ValueError("messages and target: give one of them")
+        return self
 
 
 class Jsonl(Columns):

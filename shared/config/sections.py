@@ -70,6 +70,14 @@ class Data(Section):
     filled up with its first records."""
 
 
+class SftData(Data):
+    learn: Literal["all", "last"] = "all"
+    """Of a conversation: every turn of the assistant, or the last one, which must end it."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Prompt and target together; None: the model's context. `on_long` says what becomes of longer ones: truncate_left cuts the
+    prompt's beginning, truncate_right the target's end."""
+
+
 class Sampling(Section):
     max_new_tokens: int = Field(..., ge=1)
     temperature: float = Field(1.0, ge=0)
@@ -236,7 +244,11 @@ class Suite(Section):
     """Reward from which on a sample has solved its prompt."""
 
 
-Suites = Annotated[dict[str, Suite], pydantic.BeforeValidator(lambda value: {} if value is None else value)]
+def _empty(value: Any) -> Any:
+    return {} if value is None else value
+
+
+Suites = Annotated[dict[str, Suite], pydantic.BeforeValidator(_empty)]
 """By name; null means none."""
 
 
@@ -304,6 +316,20 @@ def scorers_of(recipe: Mapping[str, Any]) -> dict[str, Scorer]:
     }
 
 
+class LossSuite(Section):
+    """Records that are held out: the loss of their targets is measured, over all of them, at one version."""
+
+    source: Component
+    size: int | None = Field(None, ge=1)
+    """Records; None: all that the source has."""
+    at: tuple[Literal["start", "end"], ...] = ("start", "end")
+    every: int = Field(0, ge=0)
+    """Steps; 0: not in between."""
+    batch_size: int = Field(64, ge=1)
+    """Records measured at once; the last batch may have fewer, and counts for as many."""
+
+
 class SftRecipe(Recipe):
+    data: SftData
     algorithm: Component = Component(name="cross_entropy")
-    schedule: Schedule = Schedule()
+    eval: Annotated[dict[str, LossSuite], pydantic.BeforeValidator(_empty)] = {}

@@ -137,6 +137,8 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """train: the slices' groups, in order."""
     pinned: bool = False
     """publish: exactly this version will be asked for; a newer one does not replace it."""
+    records: int = 0
+    """evaluate: how many records are asked for; those that cannot be used are not in the slices."""
     state: bytes = b""
     """checkpoint: the controller's state at this position."""
 
@@ -157,6 +159,19 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, tag="trained"):
     @property
     def seconds(self) -> float:
         return self.spans[-1].seconds if self.spans else 0.0
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """The trainer passed an `evaluate` record: the loss of its targets, as a sum and the weight that divides it."""
+
+    seq: int
+    id: str
+    versions: dict[str, int]
+    rows: int
+    total: float
+    weight: float
+    tokens: float
+    """Those that count."""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
@@ -220,7 +235,7 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, tag="operator"):
     """evaluate: one suite; empty: all of them."""
 
 
-Message = Trained | Published | Saved | Started | Dead | Failure | RolledBack | Operator
+Message = Trained | Measured | Published | Saved | Started | Dead | Failure | RolledBack | Operator
 
 
 class SliceResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -269,7 +269,7 @@ def test_prompt_and_target_must_fit_together(settings: Settings, model_folder: P
     for section in ("rollout", "reward"):
         del document[section]
     said = problem(document, settings)
-    assert "data.source record 2" in said and "100 + 61 tokens" in said and "context is 128" in said
+    assert "data.source record 2" in said and "100 + 61 tokens" in said and "at most 128 fit" in said
 
 
 @pytest.mark.parametrize("name", listed())

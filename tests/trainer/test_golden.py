@@ -64,6 +64,9 @@ def test_sft(case: Case) -> None:
     (loss * p["loss_scale"]).backward()
     case.close(loss.detach(), case.outputs["loss"])
     case.close(logp.grad, case.outputs["grad_logp"])
+    total, weight = algorithm.measure(micro)
+    case.close(total, case.outputs["eval_sum"])
+    case.close(weight, case.outputs["eval_weight"])
 
 
 @pytest.mark.parametrize("case", cases("11_optim", "lr_schedule"))

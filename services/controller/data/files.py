@@ -25,21 +25,33 @@ Columns = builtin.Columns
 
 def record_of(value: dict[str, Any], columns: Columns, error: Callable[[Any, str, str], BadInput]) -> Record:
     """One row as a record; `error(value, message, legal)` makes the complaint about it."""
-    for name in (columns.prompt, columns.target, columns.id):
+    talk = columns.messages
+    field = columns.prompt if talk is None else talk
+    for name in (field, columns.target, columns.id):
         if name is not None and name not in value:
             near = nearest(name, value)
             raise error(None, f"field {name!r} is missing" + (f"; did you mean {near!r}?" if near else ""), ", ".join(value))
-    prompt = value[columns.prompt]
-    if not isinstance(prompt, str | list) or not prompt:
-        raise error(repr(prompt)[:80], f"field {columns.prompt!r} holds no prompt", "text or messages, not empty")
+    prompt = value[field]
+    if not isinstance(prompt, str | list) or not prompt or (talk is not None and isinstance(prompt, str)):
+        what, legal = ("prompt", "text or messages, not empty") if talk is None else ("conversation", "messages, not empty")
+        raise error(repr(prompt)[:80], f"field {field!r} holds no {what}", legal)
+    if isinstance(prompt, list):
+        _check_messages(prompt, field, error)
     target = value[columns.target] if columns.target else None
     if columns.target and not isinstance(target, str):
         raise error(target, f"field {columns.target!r} holds no target text", "text")
-    rest = {k: v for k, v in value.items() if k not in (columns.prompt, columns.target)}
+    rest = {k: v for k, v in value.items() if k not in (field, columns.target)}
     if columns.id:
         rest["id"] = value[columns.id]
     check_text([prompt, target, rest], lambda what: error(None, what, "valid Unicode text"))
-    return Record(prompt=prompt, target=target, metadata=rest)
+    return Record(prompt=prompt, target=target, conversation=talk is not None, metadata=rest)
+
+
+def _check_messages(messages: list[Any], field: str, error: Callable[[Any, str, str], BadInput]) -> None:
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            what = f"message {number} in field {field!r} has no role"
+            raise error(repr(message)[:80], what, "objects with role and content")
 
 
 def plain(path: Path, cache: Path, digest: str) -> Path:

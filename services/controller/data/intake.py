@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from services.controller.data.chat import BadChat, ChatTemplate
 from services.controller.data.record import Record
 from shared.config.problems import bad
-from shared.config.sections import Data
+from shared.config.sections import Data, SftData
 
 
 class BadPrompt(ValueError):
@@ -30,6 +29,20 @@ class Prompt:
     text: str
     """As rendered, for display."""
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is imitated (sft)."""
+
+    prompt: Prompt
+    target: list[int]
+    """Tokens after the prompt."""
+    mask: list[bool]
+    """False: the token is somebody else's turn, or framing."""
+
+    def __len__(self) -> int:
+        return len(self.prompt.tokens) + len(self.target)
 
 
 class Intake:
@@ -59,15 +72,16 @@ class Intake:
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
     @cached_property
-    def template(self) -> Any:
+    def template(self) -> ChatTemplate | None:
         path = self.files / "chat_template.jinja"
         text = path.read_text() if path.exists() else self.tokenizer_config.get("chat_template")
         if not isinstance(text, str):
             return None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda v, indent=None: json.dumps(v, ensure_ascii=False, indent=indent)
-        environment.globals["raise_exception"] = _raise
-        return environment.from_string(text)
+        words = {name: self._named(name) or "" for name in ("bos_token", "eos_token")}
+        try:
+            return ChatTemplate(text, **words)
+        except BadChat as error:
+            raise bad("data.chat", True, str(error), "false, or a model with another template") from error
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -108,35 +122,85 @@ class Intake:
             if not isinstance(record.prompt, str):
                 raise BadPrompt("the prompt is a list of messages: set data.chat to true")
             return record.prompt
+        assert self.template is not None
+        try:
+            return self.template.prompt(self._messages(record))
+        except BadChat as error:
+            raise BadPrompt(str(error)) from error
+
+    def _messages(self, record: Record) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": record.prompt}] if isinstance(record.prompt, str) else record.prompt
         if self.data.system is not None:
             messages = [{"role": "system", "content": self.data.system}, *messages]
-        try:
-            return str(
-                self.template.render(
-                    messages=messages,
-                    add_generation_prompt=True,
-                    bos_token=self._named("bos_token") or "",
-                    eos_token=self._named("eos_token") or "",
-                )
-            )
-        except TemplateError as error:
-            raise BadPrompt(f"the chat template refused the messages: {error}") from error
+        return messages
 
-    def pair(self, record: Record) -> tuple[Prompt, list[int]]:
-        """The prompt, the target's tokens and one end-of-sequence token. BadPrompt without a target, or if both do not fit."""
+    def example(self, record: Record) -> Example:
+        """A prompt and its target with one end-of-sequence token, or a conversation. BadPrompt if there is nothing to imitate;
+        TooLong if it does not fit and is not to be cut.
+        """
+        if record.conversation:
+            return self._fitting(self._conversation(record))
         if record.target is None:
-            raise BadPrompt("the record has no target text: set data.source.params.target")
-        prompt = self.prompt(record)
+            raise BadPrompt("the record has no target text: set data.source.params.target or .messages")
         target = [*self.tokenizer.encode(record.target, add_special_tokens=False).ids, *self.stop_tokens[:1]]
-        if self.context is not None and len(prompt.tokens) + len(target) > self.context:
-            size = f"{len(prompt.tokens)} + {len(target)} tokens"
-            raise BadPrompt(f"prompt and target have {size}: the model's context is {self.context}")
-        return prompt, target
+        return self._fitting(Example(self.prompt(record), target, [True] * len(target)))
+
+    def _conversation(self, record: Record) -> Example:
+        """One text, tokenized at once: a token counts if it begins in what the assistant is to say. That is each turn (or the
+        last) without those of weight 0, up to and with the token that ends it; a turn of a template that ends turns without
+        such a token gets one where the conversation ends.
+        """
+        if self.template is None or not self.data.chat:
+            raise BadPrompt("the record is a conversation: set data.chat to true")
+        messages = self._messages(record)
+        said = [message for message in messages if message.get("role") == "assistant"]
+        last = isinstance(self.data, SftData) and self.data.learn == "last"
+        if not said or (last and messages[-1] is not said[-1]):
+            raise BadPrompt("the conversation has no turn of the assistant" + (" at its end" if last else ""))
+        try:
+            text, turns = self.template.last_turn(messages) if last else self.template.conversation(messages)
+        except BadChat as error:
+            raise BadPrompt(str(error)) from error
+        weights = [message.get("weight", 1) for message in said][-len(turns) :]
+        if any(weight not in (0, 1) for weight in weights):
+            raise BadPrompt(f"weights {weights} of the assistant's messages: each must be 0 or 1")
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        tokens, starts = list(encoding.ids), [start for start, _ in encoding.offsets]
+        mask = [False] * len(tokens)
+        for (low, high), weight in zip(turns, weights, strict=True):
+            places = [i for i, start in enumerate(starts) if low <= start < high]
+            ends = [i for i in places if tokens[i] in self.stop_tokens]
+            if not ends and high == len(text) and self.stop_tokens:
+                end = len(tokens)
+                while places and not text[starts[places[-1]] :].strip():
+                    end = places.pop()  # what the template puts between turns
+                tokens[end:], mask[end:] = [self.stop_tokens[0]], [False]
+                places.append(end)
+            for i in places if not ends else [i for i in places if i <= ends[-1]]:
+                mask[i] = weight == 1
+        if True not in mask:
+            raise BadPrompt("no turn of the assistant counts: all have weight 0, or are empty")
+        first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+        if not first:
+            raise BadPrompt("nothing stands before the first turn of the assistant")
+        before = text[: starts[first]] if first < len(starts) else text
+        return Example(Prompt(before, tokens[:first]), tokens[first:end], mask[first:end])
+
+    def _fitting(self, example: Example) -> Example:
+        own = self.data.max_tokens if isinstance(self.data, SftData) else None
+        limits = [n for n in (self.context, own) if n is not None]
+        excess = len(example) - min(limits) if limits else 0
+        if excess <= 0:
+            return example
+        size = f"{len(example.prompt.tokens)} + {len(example.target)} tokens"
+        too_long = TooLong(f"prompt and target have {size}: at most {min(limits)} fit")
+        if self.data.on_long == "truncate_left" and excess < len(example.prompt.tokens):
+            tokens = example.prompt.tokens[excess:]
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+            return Example(Prompt(text, tokens), example.target, example.mask)
+        if self.data.on_long == "truncate_right" and True in example.mask[:-excess]:
+            return Example(example.prompt, example.target[:-excess], example.mask[:-excess])
+        raise too_long
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)

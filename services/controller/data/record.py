@@ -16,6 +16,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Text, or messages for a chat template."""
     target: str | None = None
     """What to imitate (sft); None where there is nothing to imitate."""
+    conversation: bool = False
+    """The prompt is a whole conversation, whose assistant is to be imitated (sft)."""
     metadata: dict[str, Any] = {}
 
 

@@ -38,6 +38,7 @@ from shared.wire.envelope import (
     Completed,
     Dead,
     Failure,
+    Measured,
     Need,
     Operator,
     Published,
@@ -90,6 +91,8 @@ class Transition:
                 self.died(event.gid, event.error)
             case Trained():
                 self.trained(event)
+            case Measured():
+                evaluation.measured(self, event)
             case Published():
                 publishing.count(self, event)
                 publishing.published(self, event.track, event.version)
@@ -257,15 +260,19 @@ class Transition:
     def settle(self) -> None:
         if self.root.phase == "starting" and admission.can_start(self.plan, self.root):
             self.set(phase="running", started_at=self.now, changed_at=self.now)
+            evaluation.resume(self)
             evaluation.at_start(self)
         if self.root.phase == "running":
             self.drop_stale()
             self.launch()
-            self.form_batch()
+            if self.plan.route or not self.root.evals:  # what the trainer measures, it measures between two batches
+                self.form_batch()
             if self.root.batches >= self.plan.steps:
                 self.finish()
         if self.wants_checkpoint and self.root.phase == "running":
             self.append("checkpoint")  # last: its state is that of the end of this commit
+        if not self.plan.route and self.root.phase in ("running", "finishing"):
+            evaluation.ask(self)
         if self.root.phase == "finishing":
             self.conclude()
 
@@ -324,10 +331,11 @@ class Transition:
         waiting = any(r.kind == "checkpoint" for r in self.root.records)
         return bool(every and (self.root.batches + 1) % every == 0) or (full and not waiting)
 
-    def append(self, kind: Any, groups: tuple[Group, ...] = (), pinned: bool = False) -> None:
-        """`pinned`: the version that this publishes will be asked for by its number."""
+    def append(self, kind: Any, groups: tuple[Group, ...] = (), **more: Any) -> None:
+        """`more`: as in Append."""
         seq, entry_id = self.root.seq + 1, f"{self.nonce}.{self.root.seq + 1}"
-        self.commands.append(Append(seq, entry_id, self.root.last_id, kind, groups, pinned))
+        command = Append(seq, entry_id, self.root.last_id, kind, groups, **more)
+        self.commands.append(command)
         record = Record(
             seq=seq,
             id=entry_id,
@@ -337,6 +345,7 @@ class Transition:
             shelf=min((g.shelf for g in groups), default=self.root.formed),
             stats=batch_stats(self.plan, self.root, groups) if groups else {},
             nbytes=self.root.log_bytes if kind == "checkpoint" else 0,
+            rows=command.rows[1] - command.rows[0],
         )
         kept = self.root.records if kind == "stop" else (*self.root.records, record)
         grown = sum(head.body.nbytes for g in groups for head in g.slices or () if head.body is not None)

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.controller.lifecycles.state import EvalRun, Evaluated, Group, Issue, Note
+from services.controller.lifecycles.state import EvalRun, Evaluated, Group, Issue, Note, Restore
 from shared.types.ids import group_id, root_id
-from shared.wire.envelope import Need
+from shared.wire.envelope import Measured, Need
 
 if TYPE_CHECKING:
     from services.controller.lifecycles.core import Transition
+
+AHEAD = 2
+"""Records that the trainer is asked to measure at once: while it measures one, the next is on its way."""
 
 
 def at_start(step: Transition) -> None:
@@ -47,12 +50,60 @@ def on_demand(step: Transition, suite: str) -> None:
 
 
 def begin_again(step: Transition, versions: Mapping[str, int]) -> None:
-    """Runs whose version will not come are begun again, at what there is instead."""
+    """Runs whose version will not come are begun again, at what there is instead. What the trainer measures, it measures at
+    the version that it has."""
+    if not step.plan.route:
+        return
     for run in step.root.evals:
         if any(version > versions.get(track, 0) for track, version in run.versions.items()):
             step.close([g for g in step.groups.values() if (g.suite, g.tag) == (run.suite, run.tag)], in_flight=True)
             step.set(evals=tuple(other for other in step.root.evals if other.key != run.key))
             begin(step, run.suite, run.tag, versions, run.issue + 1)
+
+
+def resume(step: Transition) -> None:
+    """What was under way at the checkpoint that the job has come back to is begun again."""
+    runs = step.root.evals
+    step.set(evals=())
+    for run in runs:
+        begin(step, run.suite, run.tag, issue=run.issue + 1)
+
+
+def ask(step: Transition) -> None:
+    """Where nothing is rolled out: the next records of the first run go to the trainer, while it does not train."""
+    if not step.root.evals or any(r.kind == "train" for r in step.root.records):
+        return
+    run = step.root.evals[0]
+    suite = step.plan.suites[run.suite]
+    waiting = sum(r.kind == "evaluate" for r in step.root.records)
+    while waiting < AHEAD and run.asked < run.size:
+        rows = run.asked, min(run.size, run.asked + suite.batch_size)
+        step.append("evaluate", suite=run.suite, rows=rows)
+        run = msgspec.structs.replace(run, asked=rows[1])
+        waiting += 1
+    step.set(evals=(run, *step.root.evals[1:]))
+
+
+def measured(step: Transition, event: Measured) -> None:
+    """What the trainer found of the records that it was asked for first; words may come twice."""
+    record = next((r for r in step.root.records if r.seq == event.seq and r.kind == "evaluate"), None)
+    if record is None:
+        if event.seq > step.root.seq:
+            step.commands.append(Restore(f"the trainer applied record {event.seq}, the log ends at {step.root.seq}"))
+        return
+    if record.id != event.id:
+        step.commands.append(Restore(f"record {event.seq} is {record.id}, the trainer applied {event.id}"))
+        return
+    step.set(records=tuple(r for r in step.root.records if r is not record))
+    run = step.root.evals[0]
+    total, weight, tokens = run.loss
+    run = msgspec.structs.replace(
+        run,
+        versions=dict(event.versions),
+        failed=run.failed + record.rows - event.rows,
+        loss=(total + event.total, weight + event.weight, tokens + event.tokens),
+    )
+    _count(step, run, record.rows)
 
 
 def begin(step: Transition, name: str, tag: str, at: Mapping[str, int] | None = None, issue: int = 0) -> None:
@@ -67,7 +118,7 @@ def begin(step: Transition, name: str, tag: str, at: Mapping[str, int] | None = 
     if run.key in step.root.evaluated or any(known.key == run.key for known in step.root.evals):
         return
     step.set(evals=(*step.root.evals, run))
-    for index in range(suite.size):
+    for index in range(suite.size if step.plan.route else 0):
         group = Group(
             gid=group_id(root_id(f"eval-{name}-{tag}", 0, index), issue),
             draw=index,
@@ -107,7 +158,8 @@ def collect(step: Transition, group: Group) -> None:
         passed=passed,
         previews=previews,
     )
-    _count(step, group, run)
+    step.close([group], in_flight=True)
+    _count(step, run)
 
 
 def _components(before: Mapping[str, tuple[float, int]], scores: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, int]]:
@@ -135,19 +187,20 @@ def pass_at(k: int, n: int, solved: int) -> float:
 
 def failed(step: Transition, group: Group) -> None:
     run = _run(step, group)
-    _count(step, group, msgspec.structs.replace(run, failed=run.failed + 1))
+    step.close([group], in_flight=True)
+    _count(step, msgspec.structs.replace(run, failed=run.failed + 1))
 
 
 def _run(step: Transition, group: Group) -> EvalRun:
     return next(run for run in step.root.evals if (run.suite, run.tag) == (group.suite, group.tag))
 
 
-def _count(step: Transition, group: Group, run: EvalRun) -> None:
-    run = msgspec.structs.replace(run, done=run.done + 1)
+def _count(step: Transition, run: EvalRun, count: int = 1) -> None:
+    """So many more of its records are done."""
+    run = msgspec.structs.replace(run, done=run.done + count)
     others = tuple(r for r in step.root.evals if r.key != run.key)
-    step.close([group], in_flight=True)
     if run.done < run.size:
-        step.set(evals=(*others, run))
+        step.set(evals=tuple(run if r.key == run.key else r for r in step.root.evals))
         return
     step.set(evals=others, evaluated=(*step.root.evaluated, run.key))
     step.commands.append(Evaluated(run))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.controller.lifecycles.common import check_algorithm, check_optimizer, check_placement, check_updates
-from services.controller.lifecycles.state import Plan
+from services.controller.lifecycles.common import check_algorithm, check_name, check_optimizer, check_placement, check_updates
+from services.controller.lifecycles.state import Plan, SuitePlan
 from shared.config import specs
-from shared.config.sections import SftRecipe
+from shared.config.sections import LossSuite, SftRecipe
 
 
 class Recipe(SftRecipe):
@@ -34,4 +34,12 @@ def plan(recipe: SftRecipe) -> Plan:
         log_budget=int(recipe.train.log_budget_mb * 2**20),
         checkpoint_every=recipe.train.checkpoint_every,
         previews=recipe.logging.previews,
+        suites={name: _suite(name, suite) for name, suite in recipe.eval.items()},
     )
+
+
+def _suite(name: str, suite: LossSuite) -> SuitePlan:
+    """BadInput for a name that cannot be, or a source that is none. Its size may be known only when the source is open."""
+    check_name(f"eval.{name}", name)
+    specs.check("source", suite.source.name, suite.source.params, f"eval.{name}.source")
+    return SuitePlan(at=suite.at, every=suite.every, size=suite.size or 0, batch_size=suite.batch_size)

@@ -38,6 +38,8 @@ class SuitePlan(Scoring, frozen=True, kw_only=True):
     """Samples for each prompt."""
     solved: float = 1.0
     """Reward from which on a sample has solved its prompt (pass@k)."""
+    batch_size: int = 0
+    """Of suites whose records are measured by the trainer: how many one log record names."""
 
 
 class Plan(Scoring, frozen=True, kw_only=True):
@@ -123,7 +125,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     seq: int
     id: str
-    kind: Literal["train", "publish", "checkpoint"]
+    kind: Literal["train", "evaluate", "publish", "checkpoint"]
     gids: tuple[str, ...] = ()
     at: float = 0.0
     shelf: int = 0
@@ -134,6 +136,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """publish: the versions that are to be complete, once the trainer has told them."""
     nbytes: int = 0
     """checkpoint: bytes of the retained log that it makes needless."""
+    rows: int = 0
+    """evaluate: records of the run that is under way."""
 
 
 class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +165,10 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     """k → sum over prompts of the chance that one of k samples solves it."""
     previews: tuple[tuple[int, BodyRef, float], ...] = ()
     """(index, body, reward) of the first ones."""
+    asked: int = 0
+    """Records whose loss the trainer was asked for."""
+    loss: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of targets: the sum, the weight that divides it, the tokens that count."""
 
     @property
     def key(self) -> str:
@@ -253,9 +261,12 @@ class Append(msgspec.Struct, frozen=True):
     seq: int
     id: str
     previous: str
-    kind: Literal["train", "publish", "checkpoint", "stop"]
+    kind: Literal["train", "evaluate", "publish", "checkpoint", "stop"]
     groups: tuple[Group, ...] = ()
     pinned: bool = False
+    suite: str = ""
+    rows: tuple[int, int] = (0, 0)
+    """evaluate: these records of the suite."""
 
 
 class Close(msgspec.Struct, frozen=True):

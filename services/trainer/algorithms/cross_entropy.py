@@ -32,6 +32,18 @@ class CrossEntropy:
             return _sequence_means(-micro.new, micro)
         return aggregate(-micro.new, micro.lengths, micro.mask, self.aggregation, self.horizon)
 
+    def measure(self, micro: Micro) -> tuple[float, float]:
+        """Sum of the losses and the weight that divides it, in float64, so that means over a whole set come out right whatever
+        its batches: tokens, or the sequences that have any (unlike in training, where the others count as 0).
+        """
+        nll, mask = -micro.new.detach().double(), micro.mask.double()
+        if self.aggregation == "token-mean":
+            return float((nll * mask).sum()), float(mask.sum())
+        sums, weights = per_sequence(nll * mask, micro.lengths), per_sequence(mask, micro.lengths)
+        held = weights > 0
+        divisors = weights[held] if self.aggregation == "seq-mean-token-mean" else float(self.horizon)
+        return float((sums[held] / divisors).sum()), float(held.sum())
+
 
 def _sequence_means(nll: Tensor, micro: Micro) -> Tensor:
     """Mean over all sequences of `sum(nll m) / sum(m)`; unlike the policy losses, fractional weights divide as they are."""

@@ -16,9 +16,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 PAD, EOS, UNKNOWN = 0, 1, 2
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+"""What the assistant says stands in generation marks, and ends with <eos>."""
 
 
 def make_tokenizer() -> Any:

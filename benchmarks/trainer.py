@@ -217,7 +217,7 @@ def beside(rounds: int) -> Line:
             own.train_track(made)
             if index > 1:
                 seconds[on].append((time.perf_counter() - started) / 2)
-            publisher.flush()
+            publisher.flush(own.progress.version if on else -1)
     on_s, off_s = statistics.median(seconds[True]), statistics.median(seconds[False])
     return Line("step time with publishing over without", on_s / off_s, 1.05, note=f"{on_s:.3f} s against {off_s:.3f} s")
 

@@ -156,6 +156,16 @@ def trace(job: str, step: int, out: Path | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("job")
+@click.option("--step", type=int, default=None, help="From the checkpoint of this step [default: the newest].")
+@AS_JSON
+def restore(job: str, step: int | None, as_json: bool) -> None:
+    """Start a job that has ended, or that the mesh does not know (any more), from one of its checkpoints."""
+    found = mesh_api().post(f"/v1/jobs/{job}/restore", **({} if step is None else {"step": step}))
+    put(found, as_json, lambda f: f"job {f['id']} goes on after step {f['step']}, incarnation {f['incarnation']}")
+
+
+@click.command()
+@click.argument("job")
 @click.option("--step", type=int, default=None, help="The version that this step made [default: the newest].")
 @click.option("--version", type=int, default=None, help="This version.")
 @click.option("--to", "folder", type=click.Path(path_type=Path), required=True, help="Folder for the files.")
@@ -240,7 +250,8 @@ def _order(name: str, text: str) -> click.Command:
 
 
 def add_commands(group: click.Group) -> None:
-    for command in (status, watch, jobs, steps, samples, lineage, trace, dead_letters, evaluate, export, workers, recipes):
+    looking = (status, watch, jobs, steps, samples, lineage, trace, dead_letters, workers, recipes)
+    for command in (*looking, evaluate, export, restore):
         group.add_command(command)
     for name, text in (
         ("pause", "Stop issuing new groups; what is in flight completes."),

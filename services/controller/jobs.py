@@ -216,7 +216,7 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
             return str(first)
         doc = load_doc(client, first) or doc
     try:
-        _enter(client, doc)
+        enter(client, doc)
     except BadInput:
         names = JobKeys(doc.id)
         client.delete(names.doc, names.meta, *([] if idempotency_key is None else [idempotency(idempotency_key)]))
@@ -224,10 +224,15 @@ def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:
     return doc.id
 
 
-def _enter(client: Any, doc: JobDoc) -> None:
-    """Into the list of jobs, together with its name."""
-    name = doc.recipe["name"]
-    summary = pack({"name": name, "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps})
+def summary_of(doc: JobDoc, restored: int = 0) -> bytes:
+    """Its entry in the list of jobs; `restored`: the incarnation that it was restored with, if it was."""
+    facts = {"name": doc.recipe["name"], "domain": doc.plan.domain, "created": doc.created, "steps": doc.plan.steps}
+    return pack(facts | ({"restored": restored} if restored else {}))
+
+
+def enter(client: Any, doc: JobDoc) -> None:
+    """Into the list of jobs, together with its name. BadInput if that is taken."""
+    name, summary = doc.recipe["name"], summary_of(doc)
     while True:
         with client.pipeline() as pipe:
             pipe.watch(NAMES)

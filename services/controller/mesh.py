@@ -36,7 +36,8 @@ class Mesh:
         self.client = connect()
         self.runners: dict[str, tuple[Runner, threading.Thread]] = {}
         self.docs: dict[str, JobDoc] = {}
-        self.ended: set[str] = set()
+        self.ended: dict[str, bytes] = {}
+        """By id, with its entry in the list: one that is restored gets another."""
         self.refused: dict[str, tuple[str, float]] = {}
         """Jobs that cannot run here: why, and when to try again."""
         self.stopping = threading.Event()
@@ -85,13 +86,13 @@ class Mesh:
             self.wake.clear()
 
     def look(self) -> None:
-        for raw in self.client.hkeys(JOBS):
+        for raw, facts in self.client.hgetall(JOBS).items():
             job = raw.decode()
             running = self.runners.get(job)
-            if job in self.ended or (running is not None and running[1].is_alive()):
+            if self.ended.get(job) == facts or (running is not None and running[1].is_alive()):
                 continue
             if phase_of(self.client, job) in ENDED:
-                self.ended.add(job)
+                self.ended[job] = facts
                 self.runners.pop(job, None)
                 continue
             if time.monotonic() < self.refused.get(job, ("", 0.0))[1]:
@@ -120,9 +121,9 @@ class Mesh:
     def wanted(self) -> Sequence[Wanted]:
         """Places of all jobs that have not ended, the oldest job first; its trainer before its rollouts."""
         places: list[Wanted] = []
-        for raw in self.client.hkeys(JOBS):
+        for raw, facts in self.client.hgetall(JOBS).items():
             job = raw.decode()
-            if job in self.ended:
+            if self.ended.get(job) == facts:
                 continue
             if phase_of(self.client, job) in ENDED:
                 continue

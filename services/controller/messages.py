@@ -225,7 +225,7 @@ class Writer:
             incarnation=after.root.incarnation,
             kind=command.kind,
             slices=tuple(slices),
-            step=after.root.batches + 1 if command.kind == "train" else 0,
+            step=after.root.batches + sum(r.kind == "train" for r in after.root.records),
             groups=tuple(map(_note, command.groups)) if self.plan.route else (),
             pinned=command.pinned,
             records=command.rows[1] - command.rows[0],

@@ -1,18 +1,25 @@
-"""Back to the newest checkpoint when Redis has gone back in time: the incarnation rises and open prompts are issued again."""
+"""Back to a checkpoint, when Redis has gone back in time or a person asks: the incarnation rises, prompts are issued again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import redis
 
-from services.controller.lifecycles.state import EvalRun, Group, Restore, Root, State
+from services.controller.jobs import JobDoc, enter, open_job, summary_of
+from services.controller.lifecycles.state import EvalRun, Group, Plan, Restore, Root, State
+from shared.config.problems import bad
+from shared.config.settings import Settings
 from shared.weights import checkpoints
 from shared.wire.codec import unpack
+from shared.wire.envelope import ENDED
 from shared.wire.hops import meta_fields
-from shared.wire.scripts import Write, hset, xadd
+from shared.wire.keys import JOBS, JobKeys
+from shared.wire.scripts import Write, hset, new_revision, text, xadd
 
 if TYPE_CHECKING:
     from services.controller.runner import Runner
@@ -71,13 +78,82 @@ def restored(runner: Runner, state: State, command: Restore, taken: Sequence[str
     else:
         root = from_cut(unpack((folder / checkpoints.STATE_FILE).read_bytes(), Cut), incarnation)
         where = f"checkpoint {folder.name}"
-    text = f"Redis went back in time ({command.detail}): the job returns to {where}, incarnation {incarnation}"
+    said = f"Redis went back in time ({command.detail}): the job returns to {where}, incarnation {incarnation}"
     writes = [
-        hset(keys.meta, meta_fields(incarnation, plan.route, plan.scorers, plan.eval_scorers)),
+        hset(keys.meta, _meta(plan, incarnation, folder)),
         Write("UNLINK", keys.log),
         Write("UNLINK", keys.rows),
         Write("UNLINK", keys.open),
         *(Write("UNLINK", keys.group(gid)) for gid in state.groups),
-        xadd(keys.events, {"at": f"{time.time():.3f}", "level": "warning", "text": text}),
+        xadd(keys.events, {"at": f"{time.time():.3f}", "level": "warning", "text": said}),
     ]
+    if later := _later(runner.client, keys, root.batches):
+        writes.append(Write("XDEL", keys.steps, later))
     runner.commit(revision, State(root, dict[str, Group]()), taken, writes)
+
+
+def _meta(plan: Plan, incarnation: int, folder: Path | None) -> dict[str, int | str]:
+    """`base`: the checkpoint that the trainer begins with."""
+    known = meta_fields(incarnation, plan.route, plan.scorers, plan.eval_scorers)
+    return {**known, "base": folder.name if folder is not None else ""}
+
+
+def _later(client: Any, keys: JobKeys, step: int) -> tuple[str, ...]:
+    """Entries of steps behind this one: the history that goes on makes them anew."""
+    rows = client.xrange(keys.steps)
+    return tuple(text(entry_id) for entry_id, fields in rows if msgspec.msgpack.decode(fields[b"m"])["step"] > step)
+
+
+def choices(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints from which a job can start, by step; of several the one of the newest history."""
+    held = [path for path in checkpoints.found(folder) if (path / checkpoints.JOB_FILE).exists()]
+    return {checkpoints.position(path).step: path for path in held}
+
+
+def revive(client: Any, settings: Settings, job: str, step: int | None = None) -> dict[str, Any]:
+    """Starts a job that has ended, or that no Redis knows, from one of its checkpoints; returns what it goes on from.
+
+    What stood open there is issued again. LookupError if there is no checkpoint at all; BadInput for a step without one, or if
+    another job bears the name; RuntimeError if the job runs.
+    """
+    known = choices(settings.checkpoints(job))
+    if not known:
+        raise LookupError(f"no checkpoint of a job {job!r}")
+    wanted = max(known) if step is None else step
+    if wanted not in known:
+        raise bad("step", step, "there is no checkpoint of it", ", ".join(map(str, sorted(known))))
+    folder, keys = known[wanted], JobKeys(job)
+    document = (folder / checkpoints.JOB_FILE).read_bytes()
+    doc = unpack(document, JobDoc)
+    open_job(doc, settings)  # its data is there, and the same
+    with client.pipeline() as pipe:
+        pipe.watch(keys.state)
+        if (packed := pipe.hget(keys.state, "snapshot")) and unpack(packed, Root).phase not in ENDED:
+            raise RuntimeError(f"job {job} is {unpack(packed, Root).phase}: it goes on by itself")
+        incarnation = 1 + max(_incarnations(client, settings, doc, keys))
+        root = from_cut(unpack((folder / checkpoints.STATE_FILE).read_bytes(), Cut), incarnation)
+        later = _later(client, keys, root.batches)
+        enter(client, doc)
+        pipe.multi()
+        pipe.set(keys.doc, document)
+        pipe.hset(keys.meta, mapping=_meta(doc.plan, incarnation, folder))
+        pipe.unlink(keys.log, keys.rows, keys.open, keys.inbox)
+        pipe.hset(keys.state, mapping={"revision": new_revision(""), "snapshot": msgspec.msgpack.encode(root)})
+        if later:
+            pipe.xdel(keys.steps, *later)
+        said = f"restored by the operator from checkpoint {folder.name}, step {wanted}, incarnation {incarnation}"
+        pipe.xadd(keys.events, {"at": f"{time.time():.3f}", "level": "info", "text": said})
+        pipe.hset(JOBS, job, summary_of(doc, incarnation))
+        try:
+            pipe.execute()
+        except redis.WatchError as error:
+            raise RuntimeError(f"job {job} is being restored by somebody else") from error
+    return {"id": job, "step": wanted, "incarnation": incarnation}
+
+
+def _incarnations(client: Any, settings: Settings, doc: JobDoc, keys: JobKeys) -> list[int]:
+    """All that have left anything: an empty Redis knows of none."""
+    folders = [settings.weights(doc.id) / track for track in doc.plan.tracks]
+    versions = [int(path.name) for folder in folders if folder.exists() for path in folder.iterdir() if path.name.isdigit()]
+    saved = [checkpoints.position(path).incarnation for path in checkpoints.found(settings.checkpoints(doc.id))]
+    return [int(client.hget(keys.meta, "incarnation") or 0), *versions, *saved]

@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -23,7 +17,6 @@ from shared.models import lora
 from shared.models.ar.bundle import CRITIC, Bundle, exported, placed
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Backend:
@@ -83,20 +76,21 @@ class Backend:
     def _kept(self, name: str) -> bool:
         return not self.adapters or lora.is_adapter(name) or name.startswith(f"{CRITIC}.")
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of state(): rank 0's to all ranks."""
-        whole: dict[str, Any] = dict(state)
-        if self.world.first and not self.adapters:
-            for name, value in self.model.state_dict(keep_vars=True).items():
-                if name in self.tied:
-                    twin = next(n for n, v in self.model.state_dict(keep_vars=True).items() if v is value)
-                    whole[name] = whole[twin]
-        options = _LOAD if self.world.size > 1 else StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.model, whole, options=dataclasses.replace(options, strict=not self.adapters))
+    def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """What training has made of model and optimizer: the live tensors, on each rank its shards."""
+        model = {n: v for n, v in self.model.state_dict().items() if n not in self.tied and self._kept(n)}
+        _prepared(self.model, optimizer)
+        found = {f"model.{name}": value for name, value in model.items()}
+        for name, parameter in self.named_parameters().items():
+            for field, value in optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{name}.{field}"] = value
+        return found
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self.model, optimizer, options=_FULL))
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        options = _LOAD if self.world.size > 1 else StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(self.model, optimizer, state, options=options)
+def _prepared(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's state before its first step is there, and counts no step: torch makes it by one that moves nothing."""
+    if not optimizer.state:
+        get_optimizer_state_dict(model, optimizer)
+        for fields in optimizer.state.values():
+            fields["step"].zero_()

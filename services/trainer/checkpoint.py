@@ -1,40 +1,146 @@
-"""The tensors of a checkpoint: optimizer and RNG state in safetensors, what is no tensor as JSON in the file's metadata."""
+"""The tensors of a checkpoint: each rank writes its own shards beside training, and any number of ranks reads them.
+
+`torch.distributed.checkpoint` in its safetensors form, so nothing is pickled in a file; what is no tensor is JSON beside it.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from services.trainer.world import World
+from shared.files import when_there_is_space
+from shared.weights import checkpoints
+from shared.weights.checkpoints import Position
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # one rank needs none
+
+TENSORS = "tensors"
+"""Folder of the shards in a checkpoint."""
+SETTINGS_FILE = "settings.json"
 
 
-def save_optimizer(path: Path, state: dict[str, Any]) -> None:
-    """Tensors as `{parameter}|{field}`; what is no tensor stands in the file's metadata as JSON."""
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for name, fields in state["state"].items():
-        for field, value in fields.items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}|{field}"] = value.detach().cpu().contiguous().clone()
-            else:
-                plain.setdefault(name, {})[field] = value
-    save_file(tensors, path, {"groups": json.dumps(state["param_groups"]), "plain": json.dumps(plain)})
+class State(NamedTuple):
+    """What a checkpoint holds of a stack: live tensors by name, on each rank its shards, and what is no tensor."""
+
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]
 
 
-def load_optimizer(path: Path) -> dict[str, Any]:
-    from safetensors import safe_open
+class Saver:
+    """Copies the state into host memory, and writes it in a thread while training goes on; one checkpoint at a time.
 
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    state: dict[str, dict[str, Any]] = json.loads(metadata["plain"])
-    for key, value in load_file(path).items():
-        name, _, field = key.rpartition("|")
-        state.setdefault(name, {})[field] = value
-    return {"state": state, "param_groups": json.loads(metadata["groups"])}
+    The threads of all ranks write in step, rank 0's completes the checkpoint. Waits for: the ranks' files, a full disk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        keep: int = 2,
+        keep_every: int = 0,
+        background: bool = True,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """
+        Args:
+            keep: the newest so many stay, and those whose step `keep_every` divides.
+            background: False: save() returns when the checkpoint is complete.
+            say: tells people why it takes so long.
+        """
+        self.folder, self.world, self.keep, self.keep_every = folder, world, keep, keep_every
+        self.background, self.say = background, say
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def save(
+        self,
+        position: Position,
+        state: State,
+        files: Mapping[str, bytes],
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """All ranks must call it, at the same position.
+
+        Args:
+            files: rank 0's, beside the tensors.
+            before, after: rank 0 calls them before and after the checkpoint becomes complete.
+        """
+        self.wait()
+        if self.world.first:
+            checkpoints.begin(self.folder, position)
+        self.world.barrier()
+        copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state.tensors)
+        own = {SETTINGS_FILE: json.dumps(state.settings).encode(), **files}
+
+        def run() -> None:
+            try:
+                when_there_is_space(lambda: self._write(position, copy, own, before), self.say)
+                if self.world.first:
+                    after()
+                    checkpoints.prune(self.folder, self.keep, self.keep_every)
+            except BaseException as error:  # whatever it was, the trainer's own thread raises it
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self.thread.start()
+        if not self.background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what writing raised."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self.check()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _write(self, position: Position, copy: Any, files: Mapping[str, bytes], before: Callable[[], None]) -> None:
+        place = checkpoints.aside(self.folder, position)
+        writer = HuggingFaceStorageWriter(str(place / TENSORS), save_distributed=True)
+        try:
+            state_dict_saver.save(copy, storage_writer=writer, process_group=self.world.saving, no_dist=self.world.size == 1)
+        except CheckpointException as error:
+            raise RuntimeError(str(error)) from error
+        if self.world.first:
+            for name, data in files.items():
+                (place / name).write_bytes(data)
+            before()
+            checkpoints.complete(self.folder, position)
 
 
-def rng_state() -> Tensor:
-    return torch.get_rng_state()
+def load(folder: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Any]:
+    """Fills these tensors in place, on every rank its shards; returns the settings. ValueError names what does not fit."""
+    reader = HuggingFaceStorageReader(str(folder / TENSORS))
+    try:
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=world.saving, no_dist=world.size == 1)
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint {folder.name} does not fit: {error}") from error
+    settings: dict[str, Any] = json.loads((folder / SETTINGS_FILE).read_text())
+    return settings
+
+
+def read(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, whole and by the rest of their names, without any ranks."""
+    reader = HuggingFaceStorageReader(str(folder / TENSORS))
+    known: Any = reader.read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in known.items() if name.startswith(prefix)
+    }
+    state_dict_loader.load(found, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): value for name, value in found.items()}

@@ -58,13 +58,14 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     if "RANK" not in os.environ:  # the agent's child; it starts the other ranks
         show_progress(watch.getting_on)
     client = connect(settings.redis_url)
-    doc = msgspec.msgpack.decode(client.get(JobKeys(assignment["job"]).doc))
+    document = client.get(JobKeys(assignment["job"]).doc)
+    doc = msgspec.msgpack.decode(document)
     set_threads(child_threads(doc, settings))
     ranks = int(doc["recipe"]["placement"]["trainer_ranks"])
     others = _start_others(ranks, order) if ranks > 1 and "RANK" not in os.environ else []
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    trainer = build(settings, assignment, agent, doc, client, stopping)
+    trainer = build(settings, assignment, agent, document, client, stopping)
     trainer.tick = trainer.stack.tick = watch.tick
     gc.collect()
     gc.freeze()  # libraries and model: no collection need walk them again
@@ -81,10 +82,11 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
         process.wait(30)
 
 
-def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, client: Any, stopping: Any) -> Any:
+def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes, client: Any, stopping: Any) -> Any:
     """The trainer of this rank, its model loaded."""
     from services.trainer.algorithms import ALGORITHMS
     from services.trainer.backend import Backend
+    from services.trainer.checkpoint import Saver
     from services.trainer.link import Link
     from services.trainer.loop import Trainer
     from services.trainer.preread import Preread
@@ -101,6 +103,7 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
     from shared.wire.codec import pack
     from shared.wire.keys import JobKeys
 
+    doc = msgspec.msgpack.decode(document)
     job, recipe, plan = assignment["job"], doc["recipe"], doc["plan"]
     track = plan["tracks"][0]
     world, keys = World(), JobKeys(job)
@@ -133,17 +136,20 @@ def build(settings: Any, assignment: dict[str, str], agent: str, doc: Any, clien
         source = "live" if section.ema is None else "ema"
         tell = (link.report, link.announce, link.timed, link.warn)
         publisher = Publisher(store, incarnation, keep, replace, *tell, adapter, source)
+    kept = section.keep_checkpoints, section.keep_checkpoints_every
+    say = link.warn if link is not None else log.warning
     return Trainer(
         track=track,
         stack=stack,
         backend=backend,
         world=world,
-        checkpoints=settings.checkpoints(job),
-        keep_checkpoints=section.keep_checkpoints,
+        saver=Saver(settings.checkpoints(job), world, *kept, section.checkpoint_in_background, say),
         incarnation=incarnation,
         link=link,
         publisher=publisher,
         stopping=stopping.is_set,
+        base=(client.hget(keys.meta, "base") or b"").decode(),
+        document=document,
     )
 
 

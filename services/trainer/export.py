@@ -102,15 +102,16 @@ def _tensors(export: exports.Export) -> dict[str, Any]:
     model's own names. A critic is left out."""
     from safetensors.torch import load_file
 
-    from services.trainer.loop import EMA_FILE
+    from services.trainer import checkpoint
     from shared.models import lora
     from shared.models.ar.bundle import CRITIC
     from shared.weights.store import open_version
 
     folder = Path(export.weights)
-    average = folder / EMA_FILE
-    files = open_version(folder) if export.incarnation else [average if average.exists() else folder / "model.safetensors"]
-    tensors = [load_file(path) for path in files if path.suffix == ".safetensors"]
+    if export.incarnation:
+        tensors = [load_file(path) for path in open_version(folder) if path.suffix == ".safetensors"]
+    else:
+        tensors = [checkpoint.read(folder, "model."), checkpoint.read(folder, "ema.")]
     found = {name: value for part in tensors for name, value in part.items() if not name.startswith(f"{CRITIC}.")}
     return {lora.exported_name(name) if lora.is_adapter(name) else name: value for name, value in found.items()}
 

@@ -12,17 +12,15 @@ from typing import Any
 
 import msgspec
 import structlog
-from safetensors.torch import load_file, save_file
 
-from services.trainer import checkpoint
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch
+from services.trainer.checkpoint import Saver
 from services.trainer.link import Link
 from services.trainer.preread import Opened
 from services.trainer.publisher import Publisher
 from services.trainer.stack import StepResult, TrainStack
 from services.trainer.world import World
-from shared.files import when_there_is_space
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
 from shared.wire.codec import pack, unpack
@@ -30,8 +28,6 @@ from shared.wire.envelope import Failure, LogEntry, Measured, RolledBack, Saved,
 from shared.wire.errors import BodyLost
 
 log = logging.getLogger(__name__)
-
-EMA_FILE = "ema.safetensors"
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,13 +50,16 @@ class Trainer:
     stack: TrainStack
     backend: Backend
     world: World
-    checkpoints: Path
-    keep_checkpoints: int
+    saver: Saver
     incarnation: int
     link: Link | None
     publisher: Publisher | None
     stopping: Any
     """Callable: whether SIGTERM has come."""
+    base: str = ""
+    """The checkpoint that the incarnation began with."""
+    document: bytes = b""
+    """The job's, as checkpoints keep it."""
     opened: list[Opened] | None = None
     handed: int = -1
     """Version of the newest snapshot."""
@@ -73,17 +72,19 @@ class Trainer:
             self.tick()
             word = unpack(self.world.share(pack(self._next()) if self.link is not None else None), Word)
             if word.kind == "quit":
-                return
+                break
             if word.entry is not None:
                 self.opened = [Opened(body) for body in word.bodies] or self.opened
                 if not self._apply(word.entry, word.publish):
-                    return
+                    break
+        self.saver.wait()
 
     def _next(self) -> Word:
         assert self.link is not None and self.publisher is not None
         if self.stopping():
             return Word(kind="quit")
         self.publisher.check()
+        self.saver.check()
         entry = self.link.next()
         if entry is None:
             return Word(kind="nop")
@@ -158,49 +159,33 @@ class Trainer:
             self.publisher.publish(version, weights, pinned)
 
     def _save(self, entry: LogEntry) -> None:
-        weights, optimizer = self.backend.state(), self.backend.optimizer_state(self.stack.optimizer)
-        average = self._average()
-        if self.link is None or self.publisher is None:
-            return
-        with self.link.timed("checkpoint"):
-            when_there_is_space(lambda: self._write(entry, weights, optimizer, average), self.link.warn)
-        self.link.report(Saved(seq=entry.seq))
-        checkpoints.prune(self.checkpoints, self.keep_checkpoints)
-
-    def _average(self) -> dict[str, Any]:
-        """The moving average as the weights' state; empty without one. All ranks must call it."""
-        if self.stack.ema is None:
-            return {}
-        with self.stack.averaged():
-            return self.backend.state()
-
-    def _write(self, entry: LogEntry, weights: Any, optimizer: Any, average: Any) -> None:
-        assert self.link is not None and self.publisher is not None
-        self.publisher.flush()
+        """A copy now, its files by a thread; the marker waits for the publishes before it."""
+        words = self.link.words() if self.link is not None else ()
         versions = {self.track: self.stack.progress.version}
-        position = Position(self.incarnation, entry.seq, entry.id, versions, self.link.words())
-        with checkpoints.writing(self.checkpoints, position) as folder:
-            save_file(weights, folder / "model.safetensors")
-            if average:
-                save_file(average, folder / EMA_FILE)
-            checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
-            save_file({"cpu": checkpoint.rng_state()}, folder / "rng.safetensors")
-            (folder / checkpoints.STATE_FILE).write_bytes(entry.state)
+        position = Position(self.incarnation, entry.seq, entry.id, versions, entry.step, words)
+        files = {checkpoints.STATE_FILE: entry.state, checkpoints.JOB_FILE: self.document}
+        handed = self.handed
+
+        def before() -> None:
+            assert self.publisher is not None
+            self.publisher.flush(handed)
+
+        def after() -> None:
+            assert self.link is not None
+            self.link.report(Saved(seq=entry.seq))
+
+        with self.link.timed("checkpoint") if self.link is not None else nullcontext():
+            self.saver.save(position, self.stack.state(), files, before, after)
 
     def resume(self) -> Position | None:
-        """Loads the newest complete checkpoint on all ranks; None without one."""
-        folder = checkpoints.newest(self.checkpoints) if self.world.first else None
-        name = self.world.share(str(folder or "").encode() if self.world.first else None).decode()
+        """Loads the checkpoint that this incarnation goes on from, on all ranks; None without one."""
+        place = checkpoints.newest(self.saver.folder, self.incarnation, self.base) if self.world.first else None
+        name = self.world.share(str(place or "").encode() if self.world.first else None).decode()
         if not name:
             return None
-        found = Path(name)
-        position = checkpoints.position(found)
-        self.backend.load_state(load_file(found / "model.safetensors"))
-        if self.stack.ema is not None:  # into the shadows, through the weights
-            self.stack.ema.swap()
-            self.backend.load_state(load_file(found / EMA_FILE))
-            self.stack.ema.swap()
-        self.backend.load_optimizer(self.stack.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
+        folder = Path(name)
+        self.stack.load(folder)
+        position = checkpoints.position(folder)
         self.stack.progress.version = position.versions[self.track]
         return position
 
@@ -216,7 +201,7 @@ class Trainer:
             self.publish()
         if self.link is None or self.publisher is None:
             return
-        self.publisher.flush()
+        self.publisher.flush(self.handed)
         if position is not None:
             self.link.resume(position, self.incarnation)
         newest = self.publisher.store.newest(self.incarnation)

@@ -66,7 +66,8 @@ class Publisher:
         self.waiting: list[tuple[int, Snapshot, bool]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
-        self.busy = False
+        self.written = -1
+        """The newest version that is complete, or was left out for a newer one."""
         self.thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self.thread.start()
 
@@ -78,10 +79,10 @@ class Publisher:
             self.waiting.append((version, snapshot, pinned))
             self.change.notify_all()
 
-    def flush(self) -> None:
-        """Until everything is written. Raises what writing raised (a full disk)."""
+    def flush(self, version: int) -> None:
+        """Until this version, if it was handed over, is written or a newer one is in its place. Raises what writing raised."""
         with self.change:
-            self.change.wait_for(lambda: self.error is not None or (not self.waiting and not self.busy))
+            self.change.wait_for(lambda: self.error is not None or self.written >= version)
         self.check()
 
     def check(self) -> None:
@@ -93,13 +94,12 @@ class Publisher:
             with self.change:
                 self.change.wait_for(lambda: bool(self.waiting))
                 version, snapshot, _ = self.waiting.pop(0)
-                self.busy = True
             try:
                 self._write(version, snapshot)
             except OSError as error:
                 self.error = error
             with self.change:
-                self.busy = False
+                self.written = version
                 self.change.notify_all()
             if self.error is not None:
                 return

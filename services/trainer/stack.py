@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 import torch.distributed.tensor
 from torch import Tensor
 
-from services.trainer import planner
+from services.trainer import checkpoint, planner
 from services.trainer.aggregation import NoActiveTokens, loss_scale
 from services.trainer.algorithms.base import Algorithm, Micro, Tally
 from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.policy import drift
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch, Row
+from services.trainer.checkpoint import State
 from services.trainer.ema import Ema
 from services.trainer.frozen import Frozen, critic_targets
 from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer
@@ -289,6 +291,24 @@ class TrainStack:
         if self.ema is not None:
             self.ema.stepped(self.progress.version)
         self.progress.version += 1
+
+    def state(self) -> State:
+        """What a checkpoint holds: live tensors, so that loading into them restores the stack."""
+        tensors = self.backend.tensors(self.optimizer)
+        if self.ema is not None:
+            tensors |= {f"ema.{name}": value for name, value in self.ema.shadow.items()}
+        tensors["rng"] = torch.get_rng_state()
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return State(tensors, {"groups": groups})
+
+    def load(self, folder: Path) -> None:
+        """From a checkpoint that any number of ranks has written. ValueError if it does not fit."""
+        tensors, _ = self.state()
+        with torch.no_grad():
+            settings = checkpoint.load(folder, tensors, self.world)
+        torch.set_rng_state(tensors["rng"])
+        for group, saved in zip(self.optimizer.param_groups, settings["groups"], strict=True):
+            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the weights are the moving average, if there is one."""

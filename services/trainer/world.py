@@ -21,12 +21,15 @@ class World:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.control: Any = None
+        self.saving: Any = None
+        """For the threads that write checkpoints: their words may not stand between the others."""
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if self.size > 1:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
             self.control = dist.new_group(backend="gloo", timeout=WORDS)
+            self.saving = dist.new_group(backend="gloo", timeout=WORDS)
 
     @property
     def first(self) -> bool:

@@ -207,6 +207,11 @@ class Train(Section):
     checkpoint_every: int = Field(0, ge=0)
     """Steps; 0: only at the end."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The newest ones."""
+    keep_checkpoints_every: int = Field(0, ge=0)
+    """Steps: checkpoints of their multiples stay for ever; 0: none."""
+    checkpoint_in_background: bool = True
+    """Training goes on while one is written; costs a copy of what is written in host memory either way."""
     log_budget_mb: float = Field(1024.0, gt=0)
     """Retained bodies of the train log: at 70 % a checkpoint is made, at 100 % admission waits."""
 

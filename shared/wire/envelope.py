@@ -132,7 +132,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["train", "evaluate", "checkpoint", "publish", "stop"]
     slices: tuple[TrainSlice, ...] = ()
     step: int = 0
-    """train: the batch's number from 1 on."""
+    """Number of the newest batch up to and with this record."""
     groups: tuple[GroupNote, ...] = ()
     """train: the slices' groups, in order."""
     pinned: bool = False

@@ -307,6 +307,85 @@ def test_sft_issues_records_that_are_ready_and_publishes_at_the_end_only() -> No
     assert sum(isinstance(c, Stepped) for c in world.commands) == 4
 
 
+MEASURED = {
+    "domain": "sft",
+    "branches": (),
+    "route": (),
+    "scorers": (),
+    "max_inflight": 6,
+    "publish_at_end_only": True,
+    "advantages": False,
+    "suites": {
+        "a": SuitePlan(at=("start", "end"), every=2, size=7, batch_size=3),
+        "b": SuitePlan(at=("end",), size=2, batch_size=5),
+    },
+}
+
+
+def runs(world: World) -> list[tuple[str, int, int, tuple[float, float, float], dict[str, int]]]:
+    found = [c.run for c in world.commands if isinstance(c, Evaluated)]
+    return [(run.key, run.done, run.failed, run.loss, run.versions) for run in found]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_held_out_records_are_measured_in_whole_between_batches(seed: int) -> None:
+    """Every record once, whatever the chunks; nothing trains before the version that is measured is done."""
+    world = World(plan(**MEASURED), seed)
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
+    while world.log:
+        [kinds, waiting] = [[a.kind for a in world.log], [r.kind for r in world.state.root.records]]
+        assert not ("train" in kinds and "evaluate" in kinds) and waiting.count("evaluate") <= 2
+        world.send(*world.trainer())
+    assert world.state.root.phase == "done" and world.state.root.trained == 12
+    whole = (7 * 2.0, 7.0, 14.0)
+    assert runs(world) == [
+        ("a:start", 7, 0, whole, {"policy": 0}),
+        ("a:step-2", 7, 0, whole, {"policy": 2}),
+        ("a:end", 7, 0, whole, {"policy": 4}),
+        ("b:end", 2, 0, (4.0, 2.0, 4.0), {"policy": 4}),
+    ]
+
+
+def test_records_that_cannot_be_used_are_counted_as_failed() -> None:
+    world = World(plan(**MEASURED), 0)
+    world.unusable = 1
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
+    world.send(*world.trainer(), *world.trainer())
+    world.send(*world.trainer())
+    assert runs(world) == [("a:start", 7, 3, (8.0, 4.0, 8.0), {"policy": 0})]
+
+
+def test_an_evaluation_asked_for_while_a_batch_trains_is_of_the_version_after_it() -> None:
+    world = World(plan(**(MEASURED | {"suites": {"a": SuitePlan(at=(), size=2, batch_size=2)}})), 0)
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
+    assert [a.kind for a in world.log] == ["train"]
+    world.send(Operator(command="evaluate"))
+    assert [a.kind for a in world.log] == ["train"]
+    while not runs(world):
+        world.send(*world.trainer())
+    assert runs(world)[0][4] == {"policy": 1} and world.state.root.batches == 1
+
+
+def test_a_history_that_goes_back_begins_its_evaluations_again() -> None:
+    """Also those of domains that roll out: the series has no hole."""
+    measured = plan(**MEASURED)
+    rolled = plan(suites={"a": SuitePlan(at=("start",), size=3, scorers=("exact",))})
+    for kind in (measured, rolled):
+        world = World(kind, 0)
+        world.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+        if kind is measured:
+            world.send(*world.trainer())
+        [run] = world.state.root.evals
+        assert run.key == "a:start" and run.issue == 0
+        root = from_cut(cut(world.state), 2)
+        world.state, world.log, world.flights = State(root, {}), [], {}
+        world.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+        [run] = world.state.root.evals
+        assert (run.key, run.issue, run.done, run.versions) == ("a:start", 1, 0, {"policy": 0})
+        asked = [a.kind for a in world.log] if kind is measured else [g for g in world.flights.values() if g.kind == "eval"]
+        assert len(asked) == (2 if kind is measured else 3)
+
+
 def test_the_retained_log_has_a_budget() -> None:
     """At 70 % a checkpoint is made, at 100 % admission waits for it."""
     world = started(checkpoint_every=0, log_budget=100, steps=9)

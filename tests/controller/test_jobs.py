@@ -275,9 +275,11 @@ def test_prompt_and_target_must_fit_together(settings: Settings, model_folder: P
 @pytest.mark.parametrize("name", listed())
 def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, tmp_path: Path, name: str) -> None:
     """With what it leaves to its user: a model, and data where it names a file."""
-    path = jsonl(tmp_path / "data.jsonl", *({"question": f"{i}?", "answer": "a"} for i in range(8)))["params"]["path"]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = ({"question": f"{i}?", "answer": "a", "messages": talk} for i in range(64))
+    path = jsonl(tmp_path / "data.jsonl", *rows)["params"]["path"]
     overrides = [f"model.path={model_folder}"]
-    if name == "ar/smollm2":
+    if name in ("ar/smollm2", "sft/chat"):
         overrides += [f"data.source.params.path={path}", f"eval.held_out.source.params.path={path}"]
     prepare(compose(name, overrides), settings)
 

@@ -23,6 +23,7 @@ from shared.wire.envelope import (
     ENDED,
     Completed,
     Dead,
+    Measured,
     PartHead,
     Published,
     Saved,
@@ -59,6 +60,8 @@ class World:
         self.flights: dict[str, Group] = {}
         self.log: list[Append] = []
         self.version, self.published = 0, -1
+        self.unusable = 0
+        """Of each bunch of held-out records."""
         self.trained: list[str] = []
         self.commands: list[Command] = []
 
@@ -108,6 +111,11 @@ class World:
             updates = {"policy": 0 if bad else self.plan.updates_per_batch}
             event = Trained(seq=record.seq, id=record.id, versions={"policy": self.version}, updates=updates, reason="x")
             return [event] * self.rng.randint(1, 2)  # answers may come twice
+        if record.kind == "evaluate":
+            rows = record.rows[1] - record.rows[0] - self.unusable
+            figures = {"total": 2.0 * rows, "weight": float(rows), "tokens": 2.0 * rows}
+            word = Measured(seq=record.seq, id=record.id, versions={"policy": self.version}, rows=rows, **figures)
+            return [word] * self.rng.randint(1, 2)
         if record.kind == "publish":
             self.published = max(self.published, self.version)
             return [Published(track="policy", version=self.version, nbytes=1)]

@@ -240,7 +240,7 @@ def _apply(plan: Plan, applied: Applied, link: Link, entry: LogEntry, version: i
     elif entry.kind == "publish":
         link.report(Published(track="policy", version=version))
     elif entry.kind == "checkpoint":
-        position = Position(entry.incarnation, entry.seq, entry.id, {"policy": version}, link.words())
+        position = Position(entry.incarnation, entry.seq, entry.id, {"policy": version}, entry.step, link.words())
         with checkpoints.writing(plan.settings.checkpoints(plan.job), position) as folder:
             (folder / checkpoints.STATE_FILE).write_bytes(entry.state)
         link.report(Saved(seq=entry.seq))

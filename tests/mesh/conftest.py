@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import xxhash
 
+from shared.weights.store import WeightStore
 from unimesh.home import Home
 
 
@@ -92,6 +94,12 @@ class Mesh:
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def fingerprint(self, job: str, version: int) -> str:
+        """Of the parameters, in the history that went on."""
+        store = WeightStore(self.state / "jobs" / job / "weights", "policy")
+        [shard] = store.open(int(self.get(f"/v1/jobs/{job}")["incarnation"]), version)
+        return xxhash.xxh3_64_hexdigest(shard.read_bytes())
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGINT)

@@ -11,9 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-import xxhash
 
-from shared.weights.store import WeightStore
 from tests.conftest import recipe
 from tests.mesh.conftest import Mesh
 
@@ -41,17 +39,6 @@ def document(model: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
-def fingerprint(mesh: Mesh, job: str, version: int) -> str:
-    """Of the final parameters."""
-    store = WeightStore(mesh.state / "jobs" / job / "weights", "policy")
-    [shard] = store.open(store_incarnation(mesh, job), version)
-    return xxhash.xxh3_64_hexdigest(shard.read_bytes())
-
-
-def store_incarnation(mesh: Mesh, job: str) -> int:
-    return int(mesh.get(f"/v1/jobs/{job}")["incarnation"])
-
-
 def check_whole(mesh: Mesh, job: str) -> str:
     """Ends well, ledger balanced, every group trained once; returns the fingerprint."""
     view = mesh.done(job)
@@ -59,7 +46,7 @@ def check_whole(mesh: Mesh, job: str) -> str:
     assert ledger == {"issued": BATCH * STEPS, "trained": BATCH * STEPS, "dropped": {}, "dead": 0, "in_flight": 0}
     assert [s["step"] for s in mesh.get(f"/v1/jobs/{job}/steps")] == list(range(1, STEPS + 1))
     assert view["counts"].get("twin", 0) == 0 and view["incarnation"] == 1 and view["dead_letters"] == 0
-    return fingerprint(mesh, job, 2 * STEPS)
+    return mesh.fingerprint(job, 2 * STEPS)
 
 
 @pytest.fixture(scope="module")

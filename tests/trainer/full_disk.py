@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from services.trainer.checkpoint import Saver
 from services.trainer.link import Link
 from services.trainer.loop import Trainer
 from services.trainer.publisher import Publisher
@@ -38,7 +39,8 @@ def train(settings: Settings, job: str) -> None:
     number: Any = Number()
     store = WeightStore(settings.weights(job), "policy")
     publisher = Publisher(store, 1, 2, False, link.report, say=link.warn)
-    trainer = Trainer("policy", number, number, World(), settings.checkpoints(job), 2, 1, link, publisher, lambda: False)
+    saver = Saver(settings.checkpoints(job), World(), say=link.warn)
+    trainer = Trainer("policy", number, number, World(), saver, 1, link, publisher, lambda: False)
     trainer.start()
     trainer.run()
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from services.trainer import checkpoint
+from services.trainer.checkpoint import Saver
 from services.trainer.world import World
+from shared.weights.checkpoints import Position
 from tests.trainer.test_stack import gradient_of, make_batch, make_stack
 
 
@@ -26,24 +26,25 @@ def main() -> None:
     stack = make_stack(model, dtype, world, **options)
     gradient = gradient_of(stack, make_batch())
     weights = stack.backend.state()
-    optimizer = stack.backend.optimizer_state(stack.optimizer)
-    if world.first:
-        save_file(weights, folder / "model.safetensors")
-        checkpoint.save_optimizer(folder / "optimizer.safetensors", optimizer)
-        (folder / "metrics.json").write_text(json.dumps({"updates": stack.progress.version}))
-    world.barrier()
+    position = Position(1, 1, "n.1", {"policy": stack.progress.version})
+    saver = Saver(folder / "checkpoints", world)
+    saver.save(position, stack.state(), {})
     stack.train_track(make_batch(seed=1))
     later = stack.backend.state()
+    saver.wait()
+    world.barrier()
 
     other = make_stack(model, dtype, world, **options)
-    other.backend.load_state(load_file(folder / "model.safetensors") if world.first else {})
-    other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(folder / "optimizer.safetensors"))
-    other.progress.version = json.loads((folder / "metrics.json").read_text())["updates"]
+    other.load(folder / "checkpoints" / position.name)
+    other.progress.version = position.versions["policy"]
     other.train_track(make_batch(seed=1))
     resumed = other.backend.state()
+    other.load(folder / "one" / position.name)
+    resharded = other.backend.state()
     if world.first:
         torch.save({"gradient": gradient, "weights": flat(weights), "later": flat(later)}, folder / "rank0.pt")
-        torch.save({"weights": flat(resumed)}, folder / "resumed.pt")
+        torch.save({"weights": flat(resumed), "resharded": flat(resharded)}, folder / "resumed.pt")
+        (folder / "metrics.json").write_text(json.dumps({"updates": position.versions["policy"]}))
     world.close()
 
 

@@ -17,12 +17,13 @@ from uuid import uuid4
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file
 
 from services.controller.jobs import create, prepare
 from services.controller.lifecycles.core import balanced
 from services.controller.runner import Runner
+from services.trainer import checkpoint
 from services.trainer.batch import Batch
+from services.trainer.checkpoint import Saver, State
 from services.trainer.link import Link
 from services.trainer.loop import Trainer
 from services.trainer.publisher import Publisher
@@ -45,7 +46,7 @@ class Number:
     """A model of one number, which remembers every batch and their order."""
 
     def __init__(self) -> None:
-        self.value, self.progress, self.optimizer, self.ema = 1, Progress(), None, None
+        self.value, self.progress = torch.tensor([1]), Progress()
 
     def averaged(self) -> Any:
         return nullcontext()
@@ -53,23 +54,18 @@ class Number:
     def train_track(self, batch: Batch) -> StepResult:
         ids = [i for piece in batch.slices for part in piece.head.parts for i in part.ids]
         digest = xxhash.xxh3_64_intdigest(" ".join(ids).encode())
-        self.value = (self.value * 3 + digest) % (1 << 62)
+        self.value = torch.tensor([(int(self.value) * 3 + digest) % (1 << 62)])
         self.progress.version += 1
         return StepResult(updates=1)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.tensor([self.value])}
+        return {"w": self.value.clone()}
 
-    state = weights
+    def state(self) -> State:
+        return State({"model.w": self.value}, {})
 
-    def load_state(self, weights: dict[str, torch.Tensor]) -> None:
-        self.value = int(weights["w"])
-
-    def optimizer_state(self, _: object) -> dict[str, Any]:
-        return {"state": {}, "param_groups": []}
-
-    def load_optimizer(self, *_: object) -> None:
-        pass
+    def load(self, folder: Path) -> None:
+        checkpoint.load(folder, self.state().tensors, World())
 
 
 def mortal(at: int) -> None:
@@ -91,7 +87,7 @@ def mortal(at: int) -> None:
         setattr(owner, name, wrapped(getattr(owner, name)))
 
 
-def live(settings: Settings, job: str, at: int) -> None:
+def live(settings: Settings, job: str, at: int, background: bool) -> None:
     """One life of the real trainer around a Number."""
     mortal(at)
     keys, client, value = JobKeys(job), connect(settings.redis_url), uuid4().hex.encode()
@@ -100,8 +96,8 @@ def live(settings: Settings, job: str, at: int) -> None:
     number: Any = Number()
     incarnation = link.incarnation
     publisher = Publisher(WeightStore(settings.weights(job), "policy"), incarnation, 3, False, link.report)
-    folder = settings.checkpoints(job)
-    trainer = Trainer("policy", number, number, World(), folder, 2, incarnation, link, publisher, lambda: False)
+    saver = Saver(settings.checkpoints(job), World(), background=background)
+    trainer = Trainer("policy", number, number, World(), saver, incarnation, link, publisher, lambda: False)
     trainer.start()
     trainer.run()
 
@@ -127,9 +123,10 @@ class Held:
         self.runner.stop()
         self.thread.join(20)
 
-    def live(self, at: int) -> int | None:
-        """Exit code of a trainer that dies at its act `at`; None: it hangs."""
-        process = multiprocessing.get_context("fork").Process(target=live, args=(self.settings, self.name, at), daemon=True)
+    def live(self, at: int, background: bool) -> int | None:
+        """Exit code of a trainer that dies at its act `at`; None: it hangs. `background`: checkpoints are written beside it."""
+        how = (self.settings, self.name, at, background)
+        process = multiprocessing.get_context("fork").Process(target=live, args=how, daemon=True)
         process.start()
         process.join(30)
         return process.exitcode
@@ -144,17 +141,20 @@ class Held:
         assert steps == list(range(1, STEPS + 1))
         folder = checkpoints.newest(self.settings.checkpoints(self.name))
         assert folder is not None
-        return int(load_file(folder / "model.safetensors")["w"])
+        return int(checkpoint.read(folder, "model.")["w"])
 
 
+@pytest.mark.parametrize("background", [True, False], ids=["beside", "between"])
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_trainer_killed_at_every_act_trains_everything_once(settings: Settings, model_folder: Path, every: int) -> None:
+def test_a_trainer_killed_at_every_act_trains_everything_once(
+    settings: Settings, model_folder: Path, every: int, background: bool
+) -> None:
     with Held(settings, model_folder, every) as job:
-        assert job.live(0) == 0
+        assert job.live(0, background) == 0
         straight = job.check()
     with Held(settings, model_folder, every) as job:
         for at in count(1):
-            code = job.live(at)
+            code = job.live(at, background)
             assert code in (0, -signal.SIGKILL), f"life {at}: {code}"
             if code == 0:
                 break

@@ -41,5 +41,5 @@ def test_snapshots_that_wait(tmp_path: Path, replace: bool, pinned: tuple[int, .
     for version in (2, 3, 4):
         publisher.publish(version, {"w": torch.zeros(1)}, version in pinned)
     go.set()
-    publisher.flush()
+    publisher.flush(4)
     assert said == written == store.versions(1)

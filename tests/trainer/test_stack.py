@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
 
-from services.trainer import checkpoint, planner, publisher
+from services.trainer import planner, publisher
 from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch
+from services.trainer.checkpoint import Saver
 from services.trainer.stack import TrainStack
 from services.trainer.world import World
 from shared.config import algorithms
@@ -113,7 +114,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path
 
 
 RANKS: dict[str, dict[str, Any]] = {
-    "full": {"num_updates_per_batch": 3, "micro_batch_size": 2},
+    "full": {"num_updates_per_batch": 3, "micro_batch_size": 2, "ema": {"schedule": "constant", "decay": 0.5}},
     "ppo on fewer rows than ranks": {"num_updates_per_batch": 12, "micro_batch_size": 2, "algorithm": "ppo"},
     "packed adapters": {
         "num_updates_per_batch": 3,
@@ -132,6 +133,7 @@ def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, lim
     one = make_stack(model_folder, dtype, **options)
     gradient = gradient_of(one, make_batch())
     weights = torch.cat([v.flatten() for v in one.backend.state().values()])
+    Saver(tmp_path / "one", one.world).save(Position(1, 1, "n.1", {}), one.state(), {})
     for port in (_port(),):
         command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path), json.dumps(options)]
         env = os.environ | {
@@ -140,6 +142,8 @@ def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, lim
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
         }
+        while not (tmp_path / "one" / "1-1" / checkpoints.COMPLETE).exists():
+            time.sleep(0.01)
         ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(2)]
         assert [process.wait(120) for process in ranks] == [0, 0]
     found = torch.load(tmp_path / "rank0.pt", weights_only=True)
@@ -148,6 +152,16 @@ def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, lim
     assert json.loads((tmp_path / "metrics.json").read_text())["updates"] == one.progress.version
     resumed = torch.load(tmp_path / "resumed.pt", weights_only=True)
     assert torch.equal(resumed["weights"], found["later"]), "a sharded checkpoint goes on exactly"
+    assert torch.equal(resumed["resharded"], weights), "two ranks read what one has written"
+    other = make_stack(model_folder, dtype, **options)
+    other.load(tmp_path / "checkpoints" / "1-1")
+    assert torch.equal(torch.cat([v.flatten() for v in other.backend.state().values()]), found["weights"]), "and the other way"
+    for name, value in other.state().tensors.items():
+        assert name == "rng" or distance_or_zero(value, one.state().tensors[name]) < limit, name
+
+
+def distance_or_zero(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm()) if b.norm() else float(a.norm())
 
 
 def _port() -> int:
@@ -255,17 +269,18 @@ def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> 
     stack = make_stack(model_folder)
     for seed in range(3):
         stack.train_track(make_batch(seed=seed))
-    position = Position(1, 6, "n.6", {"policy": stack.progress.version}, (b"\x00word",))
-    with checkpoints.writing(tmp_path, position) as folder:
-        save_file(stack.backend.weights(), folder / "model.safetensors")
-        checkpoint.save_optimizer(folder / "optimizer.safetensors", stack.backend.optimizer_state(stack.optimizer))
+    position = Position(1, 6, "n.6", {"policy": stack.progress.version}, 3, (b"\x00word",))
+    saver = Saver(tmp_path, stack.world)
+    saver.save(position, stack.state(), {"more": b"1"})
+    stack.train_track(make_batch(seed=3))  # what is written is what was there before
+    saver.wait()
     found = checkpoints.newest(tmp_path)
-    assert found is not None and checkpoints.position(found) == position
+    assert found is not None and checkpoints.position(found) == position and (found / "more").read_bytes() == b"1"
     other = make_stack(model_folder)
-    other.backend.load_state(load_file(found / "model.safetensors"))
-    other.backend.load_optimizer(other.optimizer, checkpoint.load_optimizer(found / "optimizer.safetensors"))
+    other.load(found)
     other.progress.version = position.versions["policy"]
-    for seed in range(3, 5):
+    other.train_track(make_batch(seed=3))
+    for seed in range(4, 6):
         stack.train_track(make_batch(seed=seed))
         other.train_track(make_batch(seed=seed))
     mine, theirs = stack.backend.weights(), other.backend.weights()

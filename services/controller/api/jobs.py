@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 import pydantic
-from fastapi import APIRouter, Body, Header, Query
+from fastapi import APIRouter, Body, Header, HTTPException, Query
 from fastapi.responses import JSONResponse
 
 from services.controller import views
@@ -17,8 +18,10 @@ from services.controller.estimate import estimate
 from services.controller.jobs import create, prepare
 from services.controller.lifecycles.state import Phase
 from services.controller.models import kept
+from services.controller.restore import revive
 from shared.config.compose import compose
 from shared.config.problems import bad, unknown
+from shared.http import problem
 from shared.wire.codec import pack
 from shared.wire.envelope import Operator
 from shared.wire.keys import JOBS, JobKeys
@@ -93,6 +96,21 @@ def jobs_router(core: Core) -> APIRouter:
         """The validated document with its defaults, and the derived plan."""
         doc = core.job(job)
         return {"recipe": doc.recipe, "plan": msgspec.to_builtins(doc.plan)}
+
+    @router.post("/{job}/restore", status_code=202, responses=problem.documented((409, "the job runs")))
+    def restore(job: str, step: Annotated[int | None, Query(ge=0, le=2**53)] = None) -> dict[str, Any]:
+        """Starts a job that has ended, or that this Redis does not know, from its newest checkpoint or that of a step."""
+        if re.fullmatch("[0-9a-f]{12}", job) is None:
+            raise HTTPException(404, f"no job {job!r}")
+        try:
+            found = revive(core.client, core.settings, job, step)
+        except LookupError as error:
+            raise HTTPException(404, str(error)) from error
+        except RuntimeError as error:
+            raise HTTPException(409, str(error)) from error
+        if core.mesh is not None:
+            core.mesh.wake.set()
+        return found
 
     @router.post("/{job}/{command}", status_code=202)
     def command(

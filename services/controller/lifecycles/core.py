@@ -336,13 +336,16 @@ class Transition:
         seq, entry_id = self.root.seq + 1, f"{self.nonce}.{self.root.seq + 1}"
         command = Append(seq, entry_id, self.root.last_id, kind, groups, **more)
         self.commands.append(command)
+        shelves = [g.shelf for g in groups]
+        if kind == "checkpoint":  # what may be trained after it, whenever its word comes
+            shelves = [g.shelf for g in self.groups.values()] + [run.shelf for run in self.root.evals]
         record = Record(
             seq=seq,
             id=entry_id,
             kind=kind,
             gids=tuple(g.gid for g in groups),
             at=self.now,
-            shelf=min((g.shelf for g in groups), default=self.root.formed),
+            shelf=min([*shelves, self.root.formed]),
             stats=batch_stats(self.plan, self.root, groups) if groups else {},
             nbytes=self.root.log_bytes if kind == "checkpoint" else 0,
             rows=command.rows[1] - command.rows[0],

@@ -7,7 +7,7 @@
 -- field of the note, XADD's fields and values.
 local call = redis.call
 local KIND = {
-  XADD = 'stream', SEND = 'stream', XTRIM = 'stream', TAKE = 'stream', HSET = 'hash', HDEL = 'hash', HINCRBY = 'hash',
+  XADD = 'stream', SEND = 'stream', XTRIM = 'stream', XDEL = 'stream', TAKE = 'stream', HSET = 'hash', HDEL = 'hash', HINCRBY = 'hash',
   ZADD = 'zset', ZREM = 'zset', SET = 'string', UNLINK = 'any',
 }
 

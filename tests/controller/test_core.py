@@ -364,6 +364,7 @@ def test_an_evaluation_asked_for_while_a_batch_trains_is_of_the_version_after_it
     while not runs(world):
         world.send(*world.trainer())
     assert runs(world)[0][4] == {"policy": 1} and world.state.root.batches == 1
+    assert [c.run.step for c in world.commands if isinstance(c, Evaluated)] == [1]
 
 
 def test_a_history_that_goes_back_begins_its_evaluations_again() -> None:

@@ -62,7 +62,7 @@ def restore(mesh: Mesh, job: str, step: int | None = None) -> dict[str, Any]:
     return dict(answer.json())
 
 
-@pytest.mark.parametrize(("tail", "places"), [("wrap", range(1, STEPS)), ("drop", (2, 3)), ("pad", (3, 5))])
+@pytest.mark.parametrize(("tail", "places"), [("wrap", range(1, STEPS)), ("drop", (2,)), ("pad", (3,))])
 def test_stopped_after_each_step(mesh: Mesh, model_folder: Path, tail: str, places: Any) -> None:
     job = mesh.submit(document(model_folder, tail))
     straight = outcome(mesh, job)
@@ -90,9 +90,8 @@ def test_supervised_runs_too(mesh: Mesh, model_folder: Path) -> None:
 
     straight = figures()
     assert len(straight[1]) == 5 and all(tokens == 20 and not failed for _, tokens, failed in straight[1].values())
-    for step in (3, 4):
-        restore(mesh, job, step)
-        assert figures() == straight
+    restore(mesh, job, 3)
+    assert figures() == straight
 
 
 def test_a_trainer_told_to_stop_at_any_time_loses_nothing(mesh: Mesh, model_folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.checkpoint import Saver
 from services.trainer.world import World
 from shared.weights.checkpoints import Position
@@ -41,6 +42,11 @@ def main() -> None:
     resumed = other.backend.state()
     other.load(folder / "one" / position.name)
     resharded = other.backend.state()
+    if isinstance(stack.algorithm, CrossEntropy):
+        other.load(folder / "one" / position.name)
+        measured = other.measure(make_batch(rows=7, group=1))
+        if world.first:
+            (folder / "measured.json").write_text(json.dumps(measured))
     if world.first:
         torch.save({"gradient": gradient, "weights": flat(weights), "later": flat(later)}, folder / "rank0.pt")
         torch.save({"weights": flat(resumed), "resharded": flat(resharded)}, folder / "resumed.pt")

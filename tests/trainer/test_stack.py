@@ -71,6 +71,8 @@ def make_stack(
         lora.inject(bundle.model, Lora.model_validate(adapter), seed=3)
     if train.get("replay") == "packed":
         packed.enable(bundle.model)
+    if algorithm == "cross_entropy":
+        algorithm = CrossEntropy(algorithms.CrossEntropy())
     if algorithm == "ppo":
         algorithm = Ppo(algorithms.Ppo())
         add_critic(bundle)
@@ -115,6 +117,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path
 
 RANKS: dict[str, dict[str, Any]] = {
     "full": {"num_updates_per_batch": 3, "micro_batch_size": 2, "ema": {"schedule": "constant", "decay": 0.5}},
+    "supervised": {"num_updates_per_batch": 3, "micro_batch_size": 2, "algorithm": "cross_entropy"},
     "ppo on fewer rows than ranks": {"num_updates_per_batch": 12, "micro_batch_size": 2, "algorithm": "ppo"},
     "packed adapters": {
         "num_updates_per_batch": 3,
@@ -156,6 +159,9 @@ def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, lim
     other = make_stack(model_folder, dtype, **options)
     other.load(tmp_path / "checkpoints" / "1-1")
     assert torch.equal(torch.cat([v.flatten() for v in other.backend.state().values()]), found["weights"]), "and the other way"
+    if options.get("algorithm") == "cross_entropy":
+        measured = json.loads((tmp_path / "measured.json").read_text())
+        np.testing.assert_allclose(measured, one.measure(make_batch(rows=7, group=1)), rtol=limit)
     for name, value in other.state().tensors.items():
         assert name == "rng" or distance_or_zero(value, one.state().tensors[name]) < limit, name
 
@@ -247,6 +253,40 @@ def test_sft_learns_a_sequence_by_heart(model_folder: Path) -> None:
     stack = make_stack(model_folder, algorithm=CrossEntropy(algorithms.CrossEntropy()), grad_clip=1.0)
     losses = [stack.train_track(make_batch(rows=4, group=1)).metrics["loss"] for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_held_out_loss_does_not_depend_on_how_it_is_computed(model_folder: Path, mode: Any) -> None:
+    """Any batches, the last one partial; any micro-batches; padded or packed: the mean over all that counts."""
+    whole = make_batch(rows=10, group=1)
+    algorithm = CrossEntropy(algorithms.CrossEntropy(aggregation=mode, horizon=16))
+    rows = [whole.row(i) for i in range(10)]
+    stack = make_stack(model_folder, "float64", algorithm=algorithm)
+    with torch.no_grad():
+        each = [-stack._replay([row]).log_probs for row in rows if len(row.completion)]
+    wanted = {
+        "token-mean": float(torch.cat(each).mean()),
+        "seq-mean-token-mean": float(torch.stack([nll.mean() for nll in each]).mean()),
+        "seq-mean-token-sum-norm": float(torch.stack([nll.sum() / 16 for nll in each]).mean()),
+    }[mode]
+    for options in ({}, {"micro_batch_size": 3}, {"micro_batch_tokens": 20, "replay": "packed"}):
+        other = make_stack(model_folder, "float64", algorithm=algorithm, **options)
+        before = other.backend.state()
+        for size in (10, 4, 1):
+            pieces = [piece_of(whole, low, min(10, low + size)) for low in range(0, 10, size)]
+            found = [other.measure(piece) for piece in pieces]
+            mean = sum(f.total for f in found) / sum(f.weight for f in found)
+            assert mean == pytest.approx(wanted, rel=1e-10), (options, size)
+            assert sum(f.rows for f in found) == 10 and sum(f.tokens for f in found) == len(torch.cat(each))
+        after = other.backend.state()
+        assert other.progress.version == 0 and all(torch.equal(before[n], after[n]) for n in before)
+    assert stack.measure(Batch([], "policy", lambda i: [])).rows == 0
+    with pytest.raises(ValueError, match="Grpo has no loss of targets"):
+        make_stack(model_folder).measure(whole)
+
+
+def piece_of(batch: Batch, low: int, high: int) -> Batch:
+    return Batch(batch.slices[low:high], "policy", lambda i: batch.open_slice(low + i))
 
 
 def test_grpo_makes_rewarded_completions_more_likely(model_folder: Path) -> None:

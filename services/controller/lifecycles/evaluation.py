@@ -74,6 +74,8 @@ def ask(step: Transition) -> None:
     if not step.root.evals or any(r.kind == "train" for r in step.root.records):
         return
     run = step.root.evals[0]
+    if not run.asked:
+        run = msgspec.structs.replace(run, step=step.root.batches)
     suite = step.plan.suites[run.suite]
     waiting = sum(r.kind == "evaluate" for r in step.root.records)
     while waiting < AHEAD and run.asked < run.size:

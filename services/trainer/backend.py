@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from services.trainer.world import World
 from shared.models import lora
-from shared.models.ar.bundle import CRITIC, Bundle, exported, placed
-
-_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+from shared.models.ar.bundle import CRITIC, Bundle, placed
 
 
 class Backend:
@@ -57,35 +56,48 @@ class Backend:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """What rollouts need, as state(): the model without its critic; with adapters those alone, under PEFT's names."""
-        state = self.state()
-        if self.adapters:
-            return {lora.exported_name(name): value for name, value in state.items() if lora.is_adapter(name)}
-        return {name: value for name, value in state.items() if not name.startswith(f"{CRITIC}.")}
+        """What rollouts need, copied to the CPU: the model without its critic, with adapters those alone under PEFT's names.
 
-    def state(self) -> dict[str, Tensor]:
-        """All that is trained, on the CPU, copied, each tensor once (empty on other ranks than 0). All ranks must call it."""
-        if self.world.size == 1:
-            own = {n: v for n, v in self.model.state_dict().items() if self._kept(n)}
-            shared = self.model.device.type == "cpu"  # elsewhere the copy to the CPU is one already
-            return {n: v.clone() if shared else v for n, v in exported(own, self.tied).items()}
-        options = dataclasses.replace(_FULL, ignore_frozen_params=self.adapters)
-        state: Any = get_model_state_dict(self.model, options=options)
-        return {n: v for n, v in exported(state, self.tied).items() if self._kept(n)}
+        Each rank keeps its share of whole tensors, about as many bytes as the others (adapters are rank 0's): together they are
+        the version. All ranks must call it.
+        """
+        held = {name: value for name, value in self._trained().items() if not name.startswith(f"{CRITIC}.")}
+        owners = _owners({name: value.nbytes for name, value in held.items()}, 1 if self.adapters else self.world.size)
+        own: dict[str, Tensor] = {}
+        for name, value in held.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if owners[name] == self.world.rank:
+                copied = whole is not value or whole.device.type != "cpu"  # gathered, or about to be moved
+                own[lora.exported_name(name) if self.adapters else name] = (
+                    (whole if copied else whole.clone()).cpu().contiguous()
+                )
+        return own
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The live tensors of the state dict that training may change, each once; on each rank its shards."""
+        return {n: v.detach() for n, v in self.model.state_dict().items() if n not in self.tied and self._kept(n)}
 
     def _kept(self, name: str) -> bool:
         return not self.adapters or lora.is_adapter(name) or name.startswith(f"{CRITIC}.")
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What training has made of model and optimizer: the live tensors, on each rank its shards."""
-        model = {n: v for n, v in self.model.state_dict().items() if n not in self.tied and self._kept(n)}
         _prepared(self.model, optimizer)
-        found = {f"model.{name}": value for name, value in model.items()}
+        found = {f"model.{name}": value for name, value in self._trained().items()}
         for name, parameter in self.named_parameters().items():
             for field, value in optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     found[f"optimizer.{name}.{field}"] = value
         return found
+
+
+def _owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Which rank writes which tensor: the largest first, each to the rank with the least so far."""
+    sums, found = [0] * ranks, {}
+    for name in sorted(sizes, key=lambda n: -sizes[n]):
+        found[name] = sums.index(min(sums))
+        sums[found[name]] += sizes[name]
+    return found
 
 
 def _prepared(model: Any, optimizer: torch.optim.Optimizer) -> None:

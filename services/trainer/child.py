@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,9 +16,10 @@ from typing import Any
 
 import msgspec
 
+from services.trainer.ranks import FAILED, GONE_S, LOST, Others, lost_rank, ranks_said
 from shared import logs
 from shared.agent.health import Watch, show_progress
-from shared.agent.process import PARENT, guard_parent, take_turns
+from shared.agent.process import guard_parent, take_turns
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +61,13 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     doc = msgspec.msgpack.decode(document)
     set_threads(child_threads(doc, settings))
     ranks = int(doc["recipe"]["placement"]["trainer_ranks"])
-    others = _start_others(ranks, order) if ranks > 1 and "RANK" not in os.environ else []
+    others = Others(ranks, order) if ranks > 1 and "RANK" not in os.environ else None
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     trainer = build(settings, assignment, agent, document, client, stopping)
     trainer.tick = trainer.stack.tick = watch.tick
+    if others is not None:
+        others.fail = trainer.fail
     gc.collect()
     gc.freeze()  # libraries and model: no collection need walk them again
     try:
@@ -74,12 +75,17 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
         watch.limit_s = QUIET_S
         trainer.run()
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+        if ranks > 1 and lost_rank(error):
+            log.error("another rank is gone, or slower than UNIMESH_RANKS_TIMEOUT_S: %s", error)
+            time.sleep(GONE_S)  # whoever watches the ranks knows more
+            raise SystemExit(LOST) from error
         log.exception("training failed")
-        trainer.fail(error)
-        raise SystemExit(3) from error
+        trainer.fail(f"{type(error).__name__}: {error}")
+        ranks_said(f"{type(error).__name__}: {error}")
+        raise SystemExit(FAILED) from error
     trainer.world.close()
-    for process in others:
-        process.wait(30)
+    if others is not None:
+        others.wait()
 
 
 def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes, client: Any, stopping: Any) -> Any:
@@ -126,16 +132,16 @@ def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes
     except (ValueError, OSError, AttributeError) as error:
         _give_up(link, f"the model cannot be loaded: {error}")
         raise
-    publisher = None
     incarnation = int(client.hget(keys.meta, "incarnation"))
+    store = WeightStore(settings.weights(job), track)
     if link is not None:
-        store = WeightStore(settings.weights(job), track)
         copy_side_files(Path(doc["files"]), store.files)
-        keep = Weights.model_validate(recipe["weights"]).keep
-        replace = plan["need"] == "at_least"
-        source = "live" if section.ema is None else "ema"
-        tell = (link.report, link.announce, link.timed, link.warn)
-        publisher = Publisher(store, incarnation, keep, replace, *tell, adapter, source)
+    keep = Weights.model_validate(recipe["weights"]).keep
+    replace = plan["need"] == "at_least"
+    source = "live" if section.ema is None else "ema"
+    tell: Any = (lambda event: None,) if link is None else (link.report, link.announce, link.timed, link.warn)
+    how = {"adapter": adapter, "source": source, "rank": world.rank, "ranks": 1 if adapter is not None else world.size}
+    publisher = Publisher(store, incarnation, keep, replace, *tell, **how)
     kept = section.keep_checkpoints, section.keep_checkpoints_every
     say = link.warn if link is not None else log.warning
     return Trainer(
@@ -194,33 +200,6 @@ def _give_up(link: Any, error: str) -> None:
 
     if link is not None:
         link.report(Failure(origin="trainer", error=error, fatal=True))
-
-
-def _start_others(ranks: int, order: str) -> list[subprocess.Popen[bytes]]:
-    """Ranks 1 … n-1 on this host, by torchrun's environment contract. If one ends early, so does this one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0")
-    started = []
-    for rank in range(1, ranks):
-        env = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "UNIMESH_ORDER": order,
-            PARENT: str(os.getpid()),
-        }
-        started.append(subprocess.Popen([sys.executable, "-m", "services.trainer.child"], env=env))
-
-    def watch() -> None:
-        while True:
-            time.sleep(0.5)
-            if any(process.poll() not in (None, 0) for process in started):
-                log.error("a rank has died; ending all")
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="ranks", daemon=True).start()
-    return started
 
 
 if __name__ == "__main__":

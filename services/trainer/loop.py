@@ -44,7 +44,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Trainer:
-    """One track's stack, its checkpoints and its publisher. `link` and `publisher` are rank 0's alone."""
+    """One track's stack, its checkpoints and its publisher. `link` is rank 0's alone."""
 
     track: str
     stack: TrainStack
@@ -53,9 +53,9 @@ class Trainer:
     saver: Saver
     incarnation: int
     link: Link | None
-    publisher: Publisher | None
+    publisher: Publisher
     stopping: Any
-    """Callable: whether SIGTERM has come."""
+    """Callable: whether SIGTERM has come to this rank; then all stop between two words."""
     base: str = ""
     """The checkpoint that the incarnation began with."""
     document: bytes = b""
@@ -68,7 +68,7 @@ class Trainer:
 
     def run(self) -> None:
         """Waits for: records of the log (rank 0), control words (the others). Unblocked by: the controller's commit."""
-        while True:
+        while not self.world.any(self.stopping()):
             self.tick()
             word = unpack(self.world.share(pack(self._next()) if self.link is not None else None), Word)
             if word.kind == "quit":
@@ -77,12 +77,11 @@ class Trainer:
                 self.opened = [Opened(body) for body in word.bodies] or self.opened
                 if not self._apply(word.entry, word.publish):
                     break
+        self.publisher.flush(self.handed)
         self.saver.wait()
 
     def _next(self) -> Word:
-        assert self.link is not None and self.publisher is not None
-        if self.stopping():
-            return Word(kind="quit")
+        assert self.link is not None
         self.publisher.check()
         self.saver.check()
         entry = self.link.next()
@@ -155,8 +154,7 @@ class Trainer:
         self.handed = version
         with self.stack.averaged():
             weights = self.backend.weights()
-        if self.publisher is not None:
-            self.publisher.publish(version, weights, pinned)
+        self.publisher.publish(version, weights, pinned)
 
     def _save(self, entry: LogEntry) -> None:
         """A copy now, its files by a thread; the marker waits for the publishes before it."""
@@ -167,7 +165,6 @@ class Trainer:
         handed = self.handed
 
         def before() -> None:
-            assert self.publisher is not None
             self.publisher.flush(handed)
 
         def after() -> None:
@@ -191,20 +188,20 @@ class Trainer:
 
     def start(self) -> None:
         """From the checkpoint on; the incarnation's first version is in the store before anything asks for it."""
-        position = self.resume()
-        if self.publisher is not None:
-            self.publisher.store.drop_damaged(self.incarnation)
+        position, store = self.resume(), self.publisher.store
+        if self.world.first:
+            store.drop_parts(self.incarnation)
+            store.drop_damaged(self.incarnation)
         version = self.stack.progress.version
-        newest = self.publisher.store.newest(self.incarnation) if self.publisher is not None else None
-        needed = self.world.share(bytes([newest is None]) if self.world.first else None)
+        needed = self.world.share(bytes([store.newest(self.incarnation) is None]) if self.world.first else None)
         if needed == b"\x01":
             self.publish()
-        if self.link is None or self.publisher is None:
+        if self.link is None:
             return
         self.publisher.flush(self.handed)
         if position is not None:
             self.link.resume(position, self.incarnation)
-        newest = self.publisher.store.newest(self.incarnation)
+        newest = store.newest(self.incarnation)
         self.link.report(
             Started(
                 applied_seq=self.link.seq,
@@ -214,6 +211,7 @@ class Trainer:
             )
         )
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, text: str) -> None:
+        """The job cannot go on."""
         if self.link is not None:
-            self.link.report(Failure(origin="trainer", error=f"{type(error).__name__}: {error}", fatal=True))
+            self.link.report(Failure(origin="trainer", error=text, fatal=True))

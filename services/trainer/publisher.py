@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,8 @@ class Publisher:
         say: Callable[[str], None] = lambda text: None,
         adapter: Adapted | None = None,
         source: str = "live",
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         """
         Args:
@@ -59,10 +62,11 @@ class Publisher:
             say: tells people why it takes so long.
             source: `ema` if snapshots are moving averages.
             adapter: snapshots hold an adapter alone, and versions are folders that PEFT reads.
+            rank, ranks: each rank writes its share; rank 0 completes the version when all are there, and tells of it.
         """
         self.store, self.incarnation, self.keep, self.replace = store, incarnation, keep, replace
         self.report, self.announce, self.timed, self.say = report, announce, timed, say
-        self.adapter, self.source = adapter, source
+        self.adapter, self.source, self.rank, self.ranks = adapter, source, rank, ranks
         self.waiting: list[tuple[int, Snapshot, bool]] = []
         self.error: BaseException | None = None
         self.change = threading.Condition()
@@ -106,31 +110,41 @@ class Publisher:
 
     def _write(self, version: int, snapshot: Snapshot) -> None:
         started = time.monotonic()
+        if self.rank and self.ranks == 1:
+            return  # nothing of it is this rank's
+        if self.rank:
+            files = list(shards(snapshot, rank=self.rank, ranks=self.ranks))
+            when_there_is_space(lambda: self.store.contribute(self.incarnation, version, self.rank, files), self.say)
+            return
         with self.timed(f"publish v{version}"):
             size = when_there_is_space(lambda: self._publish(version, snapshot), self.say)
+        if size is None:
+            return  # another rank had left it out for a newer one, which comes next
         self.announce(self.store.track, self.incarnation, version)
         seconds = time.monotonic() - started
         self.report(Published(track=self.store.track, version=version, nbytes=size, seconds=seconds))
         self.store.collect(self.incarnation, self.keep)
 
-    def _publish(self, version: int, snapshot: Snapshot) -> int:
+    def _publish(self, version: int, snapshot: Snapshot) -> int | None:
+        about: dict[str, Any] = {"source": self.source, "ranks": self.ranks}
         if self.adapter is None:
-            return self.store.publish(self.incarnation, version, shards(snapshot), source=self.source)
+            return self.store.publish(self.incarnation, version, shards(snapshot, ranks=self.ranks), **about)
         config: tuple[str, list[Buffer]] = (CONFIG, [self.adapter.config.encode()])
         files = [config, *shards(snapshot, "adapter_model")]
-        return self.store.publish(self.incarnation, version, files, kind="lora", base=self.adapter.base, source=self.source)
+        return self.store.publish(self.incarnation, version, files, kind="lora", base=self.adapter.base, **about)
 
 
-def shards(snapshot: Snapshot, stem: str = "model") -> Iterator[tuple[str, list[Buffer]]]:
+def shards(snapshot: Snapshot, stem: str = "model", rank: int = 0, ranks: int = 1) -> Iterator[tuple[str, list[Buffer]]]:
     """(file name, bytes in pieces) in safetensors' format; a single one is called `model.safetensors`."""
-    pieces: list[Snapshot] = [{}]
-    size = 0
+    pieces: list[Snapshot] = []
+    size = SHARD_BYTES
     for name, value in snapshot.items():
-        if size and size + value.nbytes > SHARD_BYTES:
+        if not pieces or size + value.nbytes > SHARD_BYTES:
             pieces.append({})
             size = 0
         pieces[-1][name] = value
         size += value.nbytes
+    of_rank = "" if ranks == 1 else f"-rank{rank:05}"
     for index, piece in enumerate(pieces, 1):
         suffix = "" if len(pieces) == 1 else f"-{index:05}-of-{len(pieces):05}"
-        yield f"{stem}{suffix}.safetensors", encode(piece)
+        yield f"{stem}{of_rank}{suffix}.safetensors", encode(piece)

@@ -17,7 +17,10 @@ class World:
     """Rank 0 talks to Redis; the others learn everything from its control words."""
 
     def __init__(self) -> None:
-        """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; one rank needs no process group."""
+        """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; one rank needs no process group.
+
+        A rank that computes waits for the others UNIMESH_RANKS_TIMEOUT_S seconds (600); then all end, and begin again.
+        """
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.control: Any = None
@@ -27,7 +30,8 @@ class World:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if self.size > 1:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
+            patience = float(os.environ.get("UNIMESH_RANKS_TIMEOUT_S") or 600)
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=patience))
             self.control = dist.new_group(backend="gloo", timeout=WORDS)
             self.saving = dist.new_group(backend="gloo", timeout=WORDS)
 
@@ -43,6 +47,8 @@ class World:
         size = torch.tensor([len(word) if word is not None else 0])
         dist.broadcast(size, 0, group=self.control)
         data = torch.empty(int(size), dtype=torch.uint8)
+        if not len(data):
+            return b""
         if word is not None:
             data.copy_(torch.frombuffer(bytearray(word), dtype=torch.uint8))
         dist.broadcast(data, 0, group=self.control)
@@ -62,6 +68,10 @@ class World:
         dist.all_reduce(tensor, how, group=self.control)
         found: list[float] = tensor.tolist()
         return found
+
+    def any(self, fact: bool) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self.largest([float(fact)])[0])
 
     def barrier(self) -> None:
         if self.size > 1:

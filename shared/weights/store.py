@@ -25,6 +25,8 @@ from shared.wire.codec import Buffer
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
 LEASE_S = 120.0
+RANKS_S = 1800.0
+"""Longest time that rank 0 waits for another rank's share of a version."""
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -104,8 +106,13 @@ class WeightStore:
         kind: str = "full",
         source: str = "live",
         base: str = "",
-    ) -> int:
-        """Writes a version: names of its files, and their bytes in pieces. Returns bytes; 0 if it was complete before."""
+        ranks: int = 1,
+    ) -> int | None:
+        """Writes a version: names of its files, and their bytes in pieces. Returns bytes; 0 if it was complete before.
+
+        With several `ranks` the others contribute() theirs; None if one of them has left this version out for a newer one.
+        Waits for: the other ranks' files. OSError (timed out) after RANKS_S.
+        """
         target = self.path(incarnation, version)
         if (target / COMPLETE).exists():
             return 0
@@ -113,6 +120,11 @@ class WeightStore:
         temporary.mkdir(parents=True)
         try:
             shards = tuple(_written(temporary / name, data) for name, data in files)
+            for rank in range(1, ranks):
+                theirs = self._contributed(incarnation, version, rank)
+                if theirs is None:
+                    return None
+                shards += theirs
             manifest = Manifest(
                 track=self.track,
                 incarnation=incarnation,
@@ -123,13 +135,50 @@ class WeightStore:
                 shards=shards,
             )
             (temporary / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
+            for path in self._parts(incarnation, version).glob("*.safetensors"):
+                path.rename(temporary / path.name)  # last: what fails above is done again
             if target.exists():  # an attempt that died before its marker
                 shutil.rmtree(target)
             temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         (target / COMPLETE).touch()
+        if ranks > 1:
+            self.drop_parts(incarnation, version)
         return sum(s.nbytes for s in shards)
+
+    def contribute(self, incarnation: int, version: int, rank: int, files: Iterable[tuple[str, Sequence[Buffer]]]) -> None:
+        """Another rank's share of a version that rank 0 publishes."""
+        if self.has(incarnation, version):
+            return
+        folder = self._parts(incarnation, version)
+        folder.mkdir(parents=True, exist_ok=True)
+        shards = [_written(folder / name, data) for name, data in files]
+        word = folder / f".rank-{rank}"
+        word.write_bytes(msgspec.json.encode(shards))
+        word.rename(folder / f"rank-{rank}.json")
+
+    def _parts(self, incarnation: int, version: int) -> Path:
+        return self.folder / str(incarnation) / f"parts-{version}"
+
+    def _contributed(self, incarnation: int, version: int, rank: int) -> tuple[Shard, ...] | None:
+        """What the rank has written of the version, once it has; None if it has gone on to a newer one."""
+        word = self._parts(incarnation, version) / f"rank-{rank}.json"
+        until = time.monotonic() + RANKS_S
+        while not word.exists():
+            newer = (int(p.parent.name.partition("-")[2]) for p in word.parents[1].glob(f"parts-*/{word.name}"))
+            if any(number > version for number in newer) and not word.exists():
+                return None
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank {rank} has not written its share of version {version} for {RANKS_S:.0f} s")
+            time.sleep(0.002)
+        return msgspec.json.decode(word.read_bytes(), type=tuple[Shard, ...])
+
+    def drop_parts(self, incarnation: int, version: int | None = None) -> None:
+        """Shares of this version and older ones; of all versions, before the ranks begin."""
+        for folder in (self.folder / str(incarnation)).glob("parts-*"):
+            if version is None or int(folder.name.partition("-")[2]) <= version:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def open(self, incarnation: int, version: int, verify: bool = True) -> list[Path]:
         """Shards of a complete version, checksums verified. FileNotFoundError if it is not there (yet)."""

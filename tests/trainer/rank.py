@@ -7,16 +7,13 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.checkpoint import Saver
 from services.trainer.world import World
 from shared.weights.checkpoints import Position
-from tests.trainer.test_stack import gradient_of, make_batch, make_stack
-
-
-def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([v.flatten() for v in weights.values()]) if weights else torch.zeros(0)
+from tests.trainer.test_stack import flat, gradient_of, make_batch, make_stack, whole
 
 
 def main() -> None:
@@ -26,12 +23,13 @@ def main() -> None:
     options = json.loads(sys.argv[4])
     stack = make_stack(model, dtype, world, **options)
     gradient = gradient_of(stack, make_batch())
-    weights = stack.backend.state()
+    weights = whole(stack)
+    save_file(stack.backend.weights(), folder / f"share-{world.rank}.safetensors")
     position = Position(1, 1, "n.1", {"policy": stack.progress.version})
     saver = Saver(folder / "checkpoints", world)
     saver.save(position, stack.state(), {})
     stack.train_track(make_batch(seed=1))
-    later = stack.backend.state()
+    later = whole(stack)
     saver.wait()
     world.barrier()
 
@@ -39,9 +37,9 @@ def main() -> None:
     other.load(folder / "checkpoints" / position.name)
     other.progress.version = position.versions["policy"]
     other.train_track(make_batch(seed=1))
-    resumed = other.backend.state()
+    resumed = whole(other)
     other.load(folder / "one" / position.name)
-    resharded = other.backend.state()
+    resharded = whole(other)
     if isinstance(stack.algorithm, CrossEntropy):
         other.load(folder / "one" / position.name)
         measured = other.measure(make_batch(rows=7, group=1))

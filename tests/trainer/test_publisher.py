@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.trainer.publisher import Publisher
 from shared.weights.store import WeightStore
@@ -25,7 +27,7 @@ def test_snapshots_that_wait(tmp_path: Path, replace: bool, pinned: tuple[int, .
     began = threading.Event()
     plain = store.publish
 
-    def slow(*args: Any, **named: Any) -> int:
+    def slow(*args: Any, **named: Any) -> int | None:
         began.set()
         assert go.wait(10)
         return plain(*args, **named)
@@ -43,3 +45,55 @@ def test_snapshots_that_wait(tmp_path: Path, replace: bool, pinned: tuple[int, .
     go.set()
     publisher.flush(4)
     assert said == written == store.versions(1)
+
+
+def ranks(store: WeightStore, said: list[int], count: int, replace: bool = False) -> list[Publisher]:
+    def report(event: Published) -> None:
+        said.append(event.version)
+
+    return [Publisher(store, 1, 10, replace, report, rank=rank, ranks=count) for rank in range(count)]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_ranks_write_a_version_together(tmp_path: Path, first: int) -> None:
+    """Whoever is first, the version becomes complete when all shares are there, and holds them all."""
+    store, said = WeightStore(tmp_path, "policy"), list[int]()
+    publishers = ranks(store, said, 3)
+    shares = [{f"t{rank}": torch.full((4,), float(rank))} for rank in range(3)]
+    order = [first, *(rank for rank in range(3) if rank != first)]
+    for rank in order[:2]:
+        publishers[rank].publish(1, shares[rank])
+    time.sleep(0.1)
+    assert store.versions(1) == [] and said == []
+    publishers[order[2]].publish(1, shares[order[2]])
+    for publisher in publishers:
+        publisher.flush(1)
+    assert said == [1] == store.versions(1)
+    found = {n: v for path in store.open(1, 1) for n, v in load_file(path).items()}
+    assert {n: v.tolist() for n, v in found.items()} == {f"t{rank}": [float(rank)] * 4 for rank in range(3)}
+    assert not list((tmp_path / "policy" / "1").glob("parts-*"))
+
+
+def test_a_version_that_one_rank_left_out_is_left_out(tmp_path: Path) -> None:
+    """Each rank's thread decides for itself which snapshots a newer one replaces."""
+    store, said = WeightStore(tmp_path, "policy"), list[int]()
+    one, two = ranks(store, said, 2, replace=True)
+    one.publish(1, {"a": torch.zeros(1)})  # two never writes 1: it was busy, and 2 came
+    time.sleep(0.05)
+    for publisher in (one, two):
+        publisher.publish(2, {"a": torch.ones(1)} if publisher is one else {"b": torch.ones(1)})
+    for publisher in (one, two):
+        publisher.flush(2)
+    assert said == [2] == store.versions(1)
+
+
+def test_what_dead_ranks_left_is_not_taken_for_new(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, "policy")
+    store.contribute(1, 7, 1, [("x.safetensors", [b"old"])])
+    store.drop_parts(1)
+    said = list[int]()
+    one, two = ranks(store, said, 2)
+    one.publish(7, {"a": torch.zeros(1)})
+    two.publish(7, {"b": torch.ones(1)})
+    one.flush(7)
+    assert {name for path in store.open(1, 7) for name in load_file(path)} == {"a", "b"}

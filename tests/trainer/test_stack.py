@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from safetensors.torch import load_file
 
 from services.trainer import planner, publisher
 from services.trainer.algorithms.cross_entropy import CrossEntropy
@@ -82,6 +83,16 @@ def make_stack(
     return TrainStack(backend, algorithm or Grpo(algorithms.Grpo(clip_range=0.2)), section, world, 100, 1.0)
 
 
+def whole(stack: TrainStack) -> dict[str, torch.Tensor]:
+    """What is trained, gathered and copied; all ranks must call it."""
+    tensors = stack.state().tensors
+    return {name: _whole(value) for name, value in tensors.items() if name.startswith("model.")}
+
+
+def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([v.flatten() for v in weights.values()])
+
+
 def gradient_of(stack: TrainStack, batch: Batch) -> torch.Tensor:
     """The first update's gradient, before the step clears it."""
     kept: list[torch.Tensor] = []
@@ -135,9 +146,9 @@ def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, lim
     options = RANKS[name]
     one = make_stack(model_folder, dtype, **options)
     gradient = gradient_of(one, make_batch())
-    weights = torch.cat([v.flatten() for v in one.backend.state().values()])
+    weights = flat(whole(one))
     Saver(tmp_path / "one", one.world).save(Position(1, 1, "n.1", {}), one.state(), {})
-    for port in (_port(),):
+    for port in (free_port(),):
         command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path), json.dumps(options)]
         env = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
@@ -156,9 +167,14 @@ def test_two_ranks_equal_one(model_folder: Path, tmp_path: Path, dtype: str, lim
     resumed = torch.load(tmp_path / "resumed.pt", weights_only=True)
     assert torch.equal(resumed["weights"], found["later"]), "a sharded checkpoint goes on exactly"
     assert torch.equal(resumed["resharded"], weights), "two ranks read what one has written"
+    shares = [load_file(tmp_path / f"share-{rank}.safetensors") for rank in range(2)]
+    version = one.backend.weights()
+    assert shares[0].keys() | shares[1].keys() == version.keys() and not shares[0].keys() & shares[1].keys()
+    assert all(distance_or_zero(value, version[n]) < limit for share in shares for n, value in share.items())
+    assert bool(shares[1]) == ("lora" not in options)
     other = make_stack(model_folder, dtype, **options)
     other.load(tmp_path / "checkpoints" / "1-1")
-    assert torch.equal(torch.cat([v.flatten() for v in other.backend.state().values()]), found["weights"]), "and the other way"
+    assert torch.equal(flat(whole(other)), found["weights"]), "and the other way"
     if options.get("algorithm") == "cross_entropy":
         measured = json.loads((tmp_path / "measured.json").read_text())
         np.testing.assert_allclose(measured, one.measure(make_batch(rows=7, group=1)), rtol=limit)
@@ -170,7 +186,7 @@ def distance_or_zero(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm()) if b.norm() else float(a.norm())
 
 
-def _port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -258,9 +274,9 @@ def test_sft_learns_a_sequence_by_heart(model_folder: Path) -> None:
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_a_held_out_loss_does_not_depend_on_how_it_is_computed(model_folder: Path, mode: Any) -> None:
     """Any batches, the last one partial; any micro-batches; padded or packed: the mean over all that counts."""
-    whole = make_batch(rows=10, group=1)
+    batch = make_batch(rows=10, group=1)
     algorithm = CrossEntropy(algorithms.CrossEntropy(aggregation=mode, horizon=16))
-    rows = [whole.row(i) for i in range(10)]
+    rows = [batch.row(i) for i in range(10)]
     stack = make_stack(model_folder, "float64", algorithm=algorithm)
     with torch.no_grad():
         each = [-stack._replay([row]).log_probs for row in rows if len(row.completion)]
@@ -271,18 +287,18 @@ def test_a_held_out_loss_does_not_depend_on_how_it_is_computed(model_folder: Pat
     }[mode]
     for options in ({}, {"micro_batch_size": 3}, {"micro_batch_tokens": 20, "replay": "packed"}):
         other = make_stack(model_folder, "float64", algorithm=algorithm, **options)
-        before = other.backend.state()
+        before = whole(other)
         for size in (10, 4, 1):
-            pieces = [piece_of(whole, low, min(10, low + size)) for low in range(0, 10, size)]
+            pieces = [piece_of(batch, low, min(10, low + size)) for low in range(0, 10, size)]
             found = [other.measure(piece) for piece in pieces]
             mean = sum(f.total for f in found) / sum(f.weight for f in found)
             assert mean == pytest.approx(wanted, rel=1e-10), (options, size)
             assert sum(f.rows for f in found) == 10 and sum(f.tokens for f in found) == len(torch.cat(each))
-        after = other.backend.state()
+        after = whole(other)
         assert other.progress.version == 0 and all(torch.equal(before[n], after[n]) for n in before)
     assert stack.measure(Batch([], "policy", lambda i: [])).rows == 0
     with pytest.raises(ValueError, match="Grpo has no loss of targets"):
-        make_stack(model_folder).measure(whole)
+        make_stack(model_folder).measure(batch)
 
 
 def piece_of(batch: Batch, low: int, high: int) -> Batch:
@@ -361,7 +377,7 @@ def test_planner() -> None:
 
 def test_shards_hold_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"t{i}": torch.full((100,), float(i)) for i in range(5)}
-    [(name, _)] = publisher.shards(state)
+    [(name, _)] = list(publisher.shards(state))
     assert name == "model.safetensors"
     monkeypatch.setattr(publisher, "SHARD_BYTES", 1000)
     found = dict(publisher.shards(state))

@@ -67,6 +67,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     lease = settings.lease_s
     policy = Policy(lease, lease / 5, stall_s=section.stall_s, deadline_s=section.deadline_s)
     consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)
+    handler.say = consumer.say
     gc.collect()
     gc.freeze()  # libraries and model: no collection need walk them again
     signal.signal(signal.SIGTERM, lambda *_: consumer.stop())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import groupby
 from queue import SimpleQueue
@@ -21,6 +23,8 @@ from shared.wire.bodies import BodyStore
 from shared.wire.envelope import Envelope, Need, PartHead, SliceHead, Span
 from shared.wire.errors import BodyLost
 from shared.wire.hops import Filled, Result, Work, ref_of
+
+log = logging.getLogger(__name__)
 
 LEFT_BEHIND_S = 10.0
 """A shared folder may show an older version later than a newer one, but not so late."""
@@ -52,7 +56,13 @@ class RolloutHandler:
         """Adoptions that no result has told of yet."""
         self.closing = threading.Event()
         self.held: tuple[int, int] | None = None
-        """(incarnation, version) that the engine has."""
+        """(incarnation, version) that the engine has; None while that is not certain: then the next one is loaded in full."""
+        self.probed: tuple[tuple[int, int], str, float] | None = None
+        """A version that the engine was asked about when it had nothing to do: the digest of its bytes, and the answer."""
+        self.alarmed = False
+        """It has been told once."""
+        self.say: Callable[[str], None] = log.warning
+        """Tells people of the job."""
         self.queue: SimpleQueue[list[Pair] | None] = SimpleQueue()
         self.progress = time.monotonic()
         self.thread = threading.Thread(target=self._run, name="rollout", daemon=True)
@@ -79,7 +89,7 @@ class RolloutHandler:
 
     def _run(self) -> None:
         """Waits for works; adopts what they need, one version after the other."""
-        while (pairs := self.queue.get()) is not None:
+        while (pairs := self._next()) is not None:
             for (incarnation, need), same in groupby(pairs, lambda pair: self._need(pair[0].envelope)):
                 opened = [(work, future, self._open(work, future)) for work, future in same]
                 good = [(work, future, samples) for work, future, samples in opened if samples is not None]
@@ -92,6 +102,35 @@ class RolloutHandler:
                 for alone, some in groupby(good, lambda piece: piece[0].envelope.deterministic):
                     self._start(list(some), alone)
 
+    def _next(self) -> list[Pair] | None:
+        """Before it waits, the engine is asked what it makes of its weights."""
+        while self.queue.empty() and self.held is not None and (self.probed is None or self.probed[0] != self.held):
+            if not self._probe(self.held):
+                time.sleep(POLL_S)
+        return self.queue.get()
+
+    def _probe(self, held: tuple[int, int]) -> bool:
+        """Another version's bytes must make another answer, and the same ones the same: else the engine did not take them.
+        False while it has other work."""
+        try:
+            digest = self.weights.digest(*held)
+            found = self.engine.probe()
+        except (FileNotFoundError, RuntimeError, ValueError) as error:  # collected meanwhile; or a model that cannot answer
+            log.info("version %d is not probed: %s", held[1], error)
+            found, digest = math.nan, ""
+        if found is None:
+            return False
+        before, self.probed = self.probed, (held, digest, found)
+        if before is None or not digest or not before[1] or self.alarmed:
+            return True
+        same = math.isclose(before[2], found, rel_tol=1e-12)
+        if (before[1] == digest) != same:
+            self.alarmed = True
+            what = "has other bytes than" if same else "has the same bytes as"
+            answer = "the same answer to a fixed text" if same else "another answer to a fixed text"
+            self.say(f"{self.worker}: version {held[1]} {what} version {before[0][1]}, but the engine gives {answer}")
+        return True
+
     def _need(self, envelope: Envelope) -> tuple[int, Need]:
         return envelope.incarnation, envelope.needs[self.track]
 
@@ -103,6 +142,7 @@ class RolloutHandler:
                 return
         wanted = self._wait(incarnation, need, works)
         started = time.time()
+        self.held = None  # an error in the middle leaves a mixture
         self.engine.adopt(self.track, wanted, self.prefetch.take(incarnation, wanted))
         self.adopted.append(Span(f"adopt v{wanted}", self.worker, started, time.time() - started))
         self.held = (incarnation, wanted)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from services.trainer.world import World
+from shared.config.sections import Placement
 from shared.models import lora
 from shared.models.ar.bundle import CRITIC, Bundle, placed
 
@@ -24,22 +27,35 @@ class Backend:
     Gradient reductions are sums: the loss is already divided by global denominators.
     """
 
-    def __init__(self, bundle: Bundle, world: World, dtype: str) -> None:
+    def __init__(
+        self, bundle: Bundle, world: World, dtype: str, placement: Placement | None = None, recompute: bool = False
+    ) -> None:
+        """Changes the bundle's modules in place. `recompute`: activations of blocks are computed again in the backward pass."""
         self.bundle, self.world, self.model = bundle, world, bundle.model
         self.tied = bundle.tied
         self.adapters = lora.has_adapter(bundle.model)
         self.autocast = dtype == "bfloat16"
         placed(bundle)
+        blocks = [m for m in self.model.modules() if type(m).__name__ in set(self.model._no_split_modules or ())]
+        if recompute:
+            for block in blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if world.size > 1:
-            self._shard(self.model.device.type)
+            self._shard(blocks, self.model.device.type, placement or Placement(trainer_ranks=world.size))
 
-    def _shard(self, device: str) -> None:
-        mesh = init_device_mesh(device, (self.world.size,))
-        blocks = set(self.model._no_split_modules or ())
-        for module in list(self.model.modules()):
-            if type(module).__name__ in blocks:
-                fully_shard(module, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+    def _shard(self, blocks: Sequence[torch.nn.Module], device: str, placement: Placement) -> None:
+        """Each block is a group of its own, the rest is the root's."""
+        copies, shared = placement.mesh()
+        if copies == 1:
+            mesh = init_device_mesh(device, (shared,))
+        else:
+            mesh = init_device_mesh(device, (copies, shared), mesh_dim_names=("copies", "shards"))
+        how: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if placement.cpu_offload and device != "cpu" else {}
+        for module in (*blocks, self.model):
+            fully_shard(module, mesh=mesh, **how)
+        outside = [name for name, p in self.named_parameters().items() if not isinstance(p, DTensor)]
+        if outside:
+            raise ValueError(f"{len(outside)} trained parameters belong to no group of FSDP, the first is {outside[0]}")
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 # torch 2.13 averages on gloo by default; the factor alone is refused there, the forced sum is exact

@@ -101,7 +101,7 @@ def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes
     from services.trainer.world import World
     from shared.agent.registry import Assignment
     from shared.config import specs
-    from shared.config.sections import Component, Model, Train, Weights
+    from shared.config.sections import Component, Model, Placement, Train, Weights
     from shared.models.ar.bundle import copy_side_files
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
@@ -124,7 +124,8 @@ def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes
         named = Component(name=recipe["algorithm"]["name"], params=recipe["algorithm"]["params"])
         algorithm = ALGORITHMS[named.name](specs.check("algorithm", named.name, named.params, "algorithm"))
         bundle, adapter = _model(doc, model, recipe["seed"], named.name, section.replay)
-        backend = Backend(bundle, world, model.dtype)
+        placement = Placement.model_validate(recipe["placement"])
+        backend = Backend(bundle, world, model.dtype, placement, section.activation_checkpointing)
         reference = _reference(doc, model, algorithm, section.replay)
         temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
         total = plan["steps"] * section.num_updates_per_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed.tensor
@@ -43,7 +44,9 @@ def make_optimizer(named: Mapping[str, torch.nn.Parameter], section: Section) ->
         {"params": [named[name] for name in names], "lr": lr}
         for lr, names in param_groups(named, section.lr, section.group_lrs)
     ]
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+    fused = all(p.device.type == "cuda" for p in named.values()) or None
+    how: dict[str, Any] = {"betas": section.betas, "eps": section.eps, "weight_decay": section.weight_decay, "fused": fused}
+    return torch.optim.AdamW(groups, lr=section.lr, **how)
 
 
 def global_norm(parameters: Iterable[torch.nn.Parameter]) -> float:

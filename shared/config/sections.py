@@ -192,6 +192,8 @@ class Train(Section):
     """What is counted: the padded tensor, or the tokens alone (right for packed replay)."""
     replay: Literal["padded", "packed"] = "padded"
     """packed: the sequences of a micro-batch stand in one row, without padding and without attention across them."""
+    activation_checkpointing: bool = False
+    """Activations of the model's blocks are computed again in the backward pass: less memory, about a third more work."""
     ema: Ema | None = None
     shuffle_updates: bool = False
     """With several updates a batch: rows in a new order each time, by the job's seed and the step. Not by tokens."""
@@ -226,8 +228,35 @@ class Placement(Section):
     rollout: int = Field(1, ge=1)
     """Rollout workers for the job."""
     trainer_ranks: int = Field(1, ge=1)
+    sharding: Literal["full", "hybrid", "no_shard"] = "full"
+    """How ranks hold the trained model: shards of one copy; a copy for each `shard_ranks` of them; a copy each."""
+    shard_ranks: int | None = Field(None, ge=2)
+    """hybrid: ranks that share a copy; None: those of half the world."""
+    cpu_offload: bool = False
+    """Shards and optimizer state stay in host memory and come to the device when they are needed (several ranks only)."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of each child; None: what the host's supervisor planned."""
+
+    @pydantic.model_validator(mode="after")
+    def _shards(self) -> Placement:
+        if self.shard_ranks is not None and self.sharding != "hybrid":
+            raise ValueError(f"shard_ranks {self.shard_ranks}: goes with sharding hybrid")
+        if self.sharding == "hybrid":
+            if self.trainer_ranks < 4 or self.trainer_ranks % 2:
+                raise ValueError(f"sharding hybrid: trainer_ranks {self.trainer_ranks} must be 4 or more, and even")
+            if self.shard_ranks is not None and (
+                self.trainer_ranks % self.shard_ranks or self.shard_ranks == self.trainer_ranks
+            ):
+                legal = [n for n in range(2, self.trainer_ranks) if self.trainer_ranks % n == 0]
+                raise ValueError(f"shard_ranks {self.shard_ranks}: must be a part of trainer_ranks, such as {legal}")
+        return self
+
+    def mesh(self) -> tuple[int, int]:
+        """(copies, ranks that share one)."""
+        if self.sharding == "full":
+            return 1, self.trainer_ranks
+        shared = 1 if self.sharding == "no_shard" else self.shard_ranks or self.trainer_ranks // 2
+        return self.trainer_ranks // shared, shared
 
 
 class Suite(Section):

@@ -180,6 +180,10 @@ class WeightStore:
             if version is None or int(folder.name.partition("-")[2]) <= version:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def digest(self, incarnation: int, version: int) -> str:
+        """The same for versions with the same bytes. FileNotFoundError if it is not complete (any more)."""
+        return "".join(shard.xxh3 for shard in _manifest(self.path(incarnation, version)).shards)
+
     def open(self, incarnation: int, version: int, verify: bool = True) -> list[Path]:
         """Shards of a complete version, checksums verified. FileNotFoundError if it is not there (yet)."""
         return open_version(self.path(incarnation, version), verify)

@@ -205,9 +205,10 @@ class Consumer:
         """The commit, its body written. While the disk has no room, the results wait in memory, their leases renewed."""
         extra = self.notes(work)
         make = lambda: commit(self.keys, self.name, self.stage, work, result, self.store, extra)  # noqa: E731
-        return when_there_is_space(make, self._say)
+        return when_there_is_space(make, self.say)
 
-    def _say(self, warning: str) -> None:
+    def say(self, warning: str) -> None:
+        """A warning for the job's people."""
         log.warning("%s: %s", self.stage, warning, extra={"job": self.keys.job})
         event = Failure(origin=self.stage, error=warning, fatal=False)
         answered(lambda: self.client.xadd(self.keys.inbox, {"e": pack(event)}))

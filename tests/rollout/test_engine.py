@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from services.rollout import handler
 from services.rollout.engines.base import fill
@@ -263,3 +264,66 @@ def test_the_store_collects_old_versions_but_not_leased_or_pinned_ones(setup: Se
     assert setup.store.versions(1) == [0, 1, 4, 5]
     assert setup.store.collect(1, keep=2) == [0, 1]
     assert setup.store.publish(1, 5, ()) == 0, "a complete version is never rewritten"
+
+
+# the probe -------------------------------------------------------------------------------------------------------------------
+
+
+def until(check: Any, patience_s: float = 10) -> None:
+    deadline = time.monotonic() + patience_s
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_probe_is_the_log_prob_of_a_fixed_text(setup: Setup) -> None:
+    first = setup.engine.probe()
+    assert first is not None and first < 0 and setup.engine.probe() == first
+    setup.publish(0, scale=0.9)
+    setup.one("a:0:0", Need("exactly", 0))
+    assert setup.engine.probe() not in (None, first)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_weights_that_do_not_arrive_raise_an_alarm(setup: Setup, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    said: list[str] = []
+    setup.handler.say = said.append
+    setup.publish(0)
+    setup.one("a:0:0", Need("exactly", 0))
+    until(lambda: setup.handler.probed is not None)
+    if broken:
+        monkeypatch.setattr("services.rollout.engines.transformers_engine.assign", lambda model, loaded: None)
+    setup.publish(1)  # the same bytes: a step with learning rate 0
+    setup.one("a:0:1", Need("exactly", 1))
+    until(lambda: setup.handler.probed is not None and setup.handler.probed[0] == (1, 1))
+    assert said == []
+    setup.publish(2, scale=0.5)
+    setup.one("a:0:2", Need("exactly", 2))
+    until(lambda: setup.handler.probed is not None and setup.handler.probed[0] == (1, 2))
+    if not broken:
+        assert said == []
+        return
+    [told] = said
+    assert "version 2 has other bytes than version 1" in told and "the same answer" in told
+
+
+def test_a_load_that_fails_in_the_middle_leaves_no_mixture(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine holds then is nothing: the next message gets its version in full, also the one from before."""
+    setup.publish(0)
+    setup.publish(1, scale=0.5)
+    before = setup.one("a:0:0", Need("exactly", 0))
+
+    def half(model: Any, loaded: Any) -> None:
+        name = next(iter(loaded))
+        with torch.no_grad():
+            model.state_dict(keep_vars=True)[name].copy_(loaded[name])
+        raise ValueError("broke off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("services.rollout.engines.transformers_engine.assign", half)
+        [future] = setup.handler.submit([setup.work("a:0:0", Need("exactly", 1))])
+        with pytest.raises(ValueError, match="broke off"):
+            future.result(30)
+    assert setup.handler.held is None
+    again = setup.one("a:0:0", Need("exactly", 0))
+    assert b"".join(again.parts) == b"".join(before.parts)

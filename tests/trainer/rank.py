@@ -1,4 +1,4 @@
-"""One rank of test_two_ranks_equal_one: `python -m tests.trainer.rank MODEL DTYPE FOLDER OPTIONS`."""
+"""One rank of test_ranks_equal_one: `python -m tests.trainer.rank MODEL DTYPE FOLDER OPTIONS`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,12 @@ class Engine(Protocol):
         ...
 
     def adopt(self, track: str, version: int, loaded: Any) -> None:
-        """From now on computes with a version that `load` returned. Waits for what has been submitted."""
+        """From now on computes with a version that `load` returned. Waits for what has been submitted. After an error it may
+        hold a mixture of two versions, until the next one is adopted."""
+        ...
+
+    def probe(self) -> float | None:
+        """The log-prob of a fixed text under the weights that it holds; None while it has other work."""
         ...
 
     def progressed(self) -> float:

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from services.rollout.engines.base import Done, Outcome, Slice
@@ -24,6 +25,7 @@ from shared.types.segments import TextSegment
 from shared.wire.codec import Buffer
 
 State = dict[str, Tensor]
+PROBE_TOKENS = 12
 HAND_OVER_S = 0.02
 """Slices that end within so long are handed over together: handing over takes CPU time from the rows that go on."""
 
@@ -65,6 +67,15 @@ class TransformersEngine:
             self.quiet.wait_for(lambda: self.running == 0)
         assign(self.bundle.model, loaded)
         self.version = version
+
+    @torch.no_grad()
+    def probe(self) -> float | None:
+        if self.running:
+            return None
+        size = self.bundle.model.get_input_embeddings().num_embeddings
+        tokens = torch.arange(PROBE_TOKENS, device=self.bundle.model.device) * 7919 % size
+        log_probs = self.bundle.model(tokens[None]).logits[0].double().log_softmax(-1)
+        return float(log_probs[:-1].gather(1, tokens[1:, None]).sum())
 
     def progressed(self) -> float:
         return self.progress

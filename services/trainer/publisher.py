@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.files import when_there_is_space
 from shared.models.lora import CONFIG
-from shared.models.tensors import encode
+from shared.models.tensors import decode, encode
 from shared.weights.store import WeightStore
 from shared.wire.codec import Buffer
 from shared.wire.envelope import Published
@@ -112,6 +112,8 @@ class Publisher:
         started = time.monotonic()
         if self.rank and self.ranks == 1:
             return  # nothing of it is this rank's
+        if self.store.has(self.incarnation, version):
+            self._again(version, snapshot)
         if self.rank:
             files = list(shards(snapshot, rank=self.rank, ranks=self.ranks))
             when_there_is_space(lambda: self.store.contribute(self.incarnation, version, self.rank, files), self.say)
@@ -124,6 +126,16 @@ class Publisher:
         seconds = time.monotonic() - started
         self.report(Published(track=self.store.track, version=version, nbytes=size, seconds=seconds))
         self.store.collect(self.incarnation, self.keep)
+
+    def _again(self, version: int, snapshot: Snapshot) -> None:
+        """A batch that was trained again after a crash: rollouts hold what it made at first, which stays as it is."""
+        stored = self.store.read(self.incarnation, version)
+        before = {n: v for name, data in stored if name.endswith(".safetensors") for n, v in decode(data).items()}
+        gap = max((float((value - before[n]).abs().max()) for n, value in snapshot.items() if value.numel()), default=0.0)
+        if gap:
+            self.say(
+                f"version {version}, trained again, differs from the published one: redo_gap {gap:.3g} (largest of a weight)"
+            )
 
     def _publish(self, version: int, snapshot: Snapshot) -> int | None:
         about: dict[str, Any] = {"source": self.source, "ranks": self.ranks}

@@ -97,3 +97,16 @@ def test_what_dead_ranks_left_is_not_taken_for_new(tmp_path: Path) -> None:
     two.publish(7, {"b": torch.ones(1)})
     one.flush(7)
     assert {name for path in store.open(1, 7) for name in load_file(path)} == {"a", "b"}
+
+
+@pytest.mark.parametrize("change", [0.0, 0.25])
+def test_a_version_made_again_is_compared_and_stays_as_it_is(tmp_path: Path, change: float) -> None:
+    store, told = WeightStore(tmp_path, "policy"), list[str]()
+    for value in (1.0, 1.0 + change):
+        publisher = Publisher(store, 1, 2, False, lambda event: None, say=told.append)
+        publisher.publish(3, {"w": torch.tensor([value, 2.0]), "none": torch.zeros(0)})
+        publisher.flush(3)
+    assert load_file(store.open(1, 3)[0])["w"].tolist() == [1.0, 2.0]
+    assert told == (
+        [] if not change else ["version 3, trained again, differs from the published one: redo_gap 0.25 (largest of a weight)"]
+    )

@@ -204,6 +204,22 @@ def free_port() -> int:
         return port
 
 
+def test_activations_are_computed_again(model_folder: Path) -> None:
+    """Twice as many forward passes of each block, half as many kept tensors, the same gradient."""
+    found: dict[bool, tuple[torch.Tensor, int, int]] = {}
+    for recompute in (False, True):
+        stack = make_stack(model_folder, "float64", micro_batch_size=4, activation_checkpointing=recompute)
+        block = stack.backend.model.model.layers[0].mlp
+        calls, kept = [0], [0]
+        block.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))  # noqa: B023
+        count = lambda tensor: kept.__setitem__(0, kept[0] + 1) or tensor  # noqa: E731, B023
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            gradient = gradient_of(stack, make_batch())
+        found[recompute] = gradient, calls[0], kept[0]
+    (plain, once, many), (again, twice, few) = found[False], found[True]
+    assert torch.equal(plain, again) and twice == 2 * once and few < many
+
+
 def test_rows_without_advantage_are_left_out_and_change_nothing(model_folder: Path) -> None:
     advantages = (1.0, 0.0, -0.5, 0.0)
     skipping = make_stack(model_folder, "float64")

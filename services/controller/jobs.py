@@ -18,7 +18,7 @@ from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
 from services.controller.lifecycles.state import Phase, Plan, Root
-from services.controller.models import check_adapter, reference_of
+from services.controller.models import check_adapter, fingerprint, reference_of
 from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, LossSuite, Recipe, Sampling, Suite, scorer_place, scorers_of
@@ -50,7 +50,7 @@ class JobDoc(msgspec.Struct, frozen=True, kw_only=True):
     reference: tuple[str, str | None] | None = None
     """Folders, as `files` and `weights`, of the frozen model that the recipe names."""
     fingerprints: dict[str, str] = {}
-    """Of the data sources by field, as they were at submission."""
+    """Of the model and the data sources by field, as they were at submission."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,20 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     if size is not None and plan.batch_size > size:
         raise bad("data.batch_size", plan.batch_size, "larger than the data", f"1 to {size}")
     job = Job(doc, recipe, train, params, suites)
+    found = _fingerprints(job) if doc.fingerprints else {}
     for field, known in doc.fingerprints.items():
-        if _fingerprints(job)[field] != known:
-            raise bad(field, None, "the data is not what the job began with", "the same files; or start a new job with these")
+        if found[field] != known:
+            what = "model" if field == "model.path" else "data"
+            raise bad(
+                field, None, f"the {what} is not what the job began with", "the same files; or start a new job with these"
+            )
     return job
 
 
 def _fingerprints(job: Job) -> dict[str, str]:
     evaluated = {f"eval.{name}.source": data.source.fingerprint for name, (data, _) in job.suites.items()}
-    return {"data.source": job.train.source.fingerprint} | evaluated
+    files = ModelFiles(Path(job.doc.files), Path(job.doc.weights) if job.doc.weights else None)
+    return {"data.source": job.train.source.fingerprint, "model.path": fingerprint(files)} | evaluated
 
 
 def _params(sampling: Sampling, seed: int, intake: Intake) -> ARSamplingParams:

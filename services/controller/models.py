@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import xxhash
 
 from shared.config import specs
 from shared.config.problems import bad
@@ -18,6 +19,9 @@ from shared.config.settings import Settings
 from shared.models.targets import chosen, linear_modules
 from shared.weights.locate import ModelFiles, locate
 from shared.weights.store import COMPLETE
+
+SAMPLED = 1 << 20
+"""Bytes read of either end of a file of weights."""
 
 if TYPE_CHECKING:
     from services.controller.jobs import JobDoc
@@ -62,6 +66,21 @@ def reference_of(recipe: Any, files: ModelFiles, settings: Settings) -> tuple[st
             "a model of the same tokenizer",
         )
     return str(found.files), str(found.weights) if found.weights else None
+
+
+def fingerprint(files: ModelFiles) -> str:
+    """Of config, tokenizer, and the weights' sizes, headers and ends: reading all of a large model would take minutes."""
+    digest = xxhash.xxh3_64()
+    for name in ("config.json", "tokenizer.json"):
+        digest.update((files.files / name).read_bytes())
+    for path in sorted((files.weights or files.files).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in sorted({0, max(0, size - SAMPLED)}):
+                file.seek(place)
+                digest.update(file.read(SAMPLED))
+    return digest.hexdigest()
 
 
 def kept(doc: JobDoc, settings: Settings) -> JobDoc:

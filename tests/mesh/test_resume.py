@@ -123,6 +123,13 @@ def test_a_checkpoint_starts_a_job_that_no_redis_knows(tmp_path: Path, model_fol
         assert again.http.get(f"/v1/jobs/{job}").status_code == 404
         assert again.http.post("/v1/jobs/000000000000/restore").status_code == 404
         assert again.http.post("/v1/jobs/..%2f..%2fx/restore").status_code == 404
+        for name, field in (("ten.jsonl", "data.source"), ("tiny/config.json", "model.path")):
+            path = tmp_path / name
+            before = path.read_bytes()
+            path.write_bytes(before.replace(b"1", b"2"))
+            changed = again.http.post(f"/v1/jobs/{job}/restore")
+            assert changed.status_code == 422 and field in changed.text and "not what the job began with" in changed.text
+            path.write_bytes(before)
         restore(again, job, 5)
         running = again.http.post(f"/v1/jobs/{job}/restore")
         assert running.status_code == 409 and "goes on by itself" in running.text

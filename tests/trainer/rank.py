@@ -41,6 +41,12 @@ def main() -> None:
     other.load(folder / "one" / position.name)
     resharded = whole(other)
     if isinstance(stack.algorithm, CrossEntropy):
+        batch, opened = make_batch(rows=8, group=1), set[int]()
+        plain = batch.open_slice
+        batch.open_slice = lambda i: (opened.add(i), plain(i))[1]  # type: ignore[func-returns-value]
+        other.measure(batch)
+        (folder / f"opened-{world.rank}.json").write_text(json.dumps(sorted(opened)))
+        world.barrier()
         other.load(folder / "one" / position.name)
         measured = other.measure(make_batch(rows=7, group=1))
         if world.first:

@@ -92,6 +92,65 @@ class CrossEntropy(Params):
     horizon: int = pydantic.Field(8192, ge=1)
 
 
+class Flow(Params):
+    """What losses over the stochastic steps of a denoising policy can have."""
+
+    beta: float = pydantic.Field(0.0, ge=0, allow_inf_nan=False)
+    """Weight of the KL to the reference: the frozen initial model, with LoRA the model without its adapter."""
+
+
+class FlowGrpo(Flow):
+    clip_range: float = pydantic.Field(1e-4, gt=0)
+    clip_schedule: Schedule = "constant"
+
+
+class FlowUniGrpo(FlowGrpo):
+    ratio_norm: bool = False
+    grad_reweight: bool = False
+    """Steps weigh as much as they move sigma; with `ratio_norm` only."""
+    mse_weight: float = pydantic.Field(0.0, ge=0)
+    """Weight of the squared distance of velocities to the reference's."""
+
+
+class FlowDppo(Flow):
+    kl_mask_threshold: float = pydantic.Field(1e-5, ge=0)
+    add_kl_coefficient: bool = True
+    """The KL that masks has the step's own std; otherwise 1."""
+
+
+class DiffusionNft(Params):
+    beta: float = pydantic.Field(1.0, gt=0)
+    adv_std_saturate: float = pydantic.Field(5.0, gt=0)
+    """Advantages beyond it count as it."""
+    use_adaptive_weight: bool = True
+    training_timestep_fraction: float = pydantic.Field(0.99, gt=0, le=1)
+    ref_deviation_coef: float = pydantic.Field(0.0, ge=0)
+
+
+class DiffusionOpd(Params):
+    teachers: dict[str, str] = pydantic.Field(..., min_length=1)
+    """Domain → model folder or `job:ID` of its adapter."""
+    guidance_scales: dict[str, float] = {}
+    """Of teachers that have their own."""
+    add_kl_coefficient: bool = False
+    """The KL has the step's own std, which is why eta must then be above 0; otherwise 1."""
+
+    @pydantic.model_validator(mode="after")
+    def _known(self) -> DiffusionOpd:
+        unknown = sorted(self.guidance_scales.keys() - self.teachers.keys())
+        if unknown:
+            raise ValueError(f"guidance_scales names {unknown[0]!r}, which is no teacher: {', '.join(self.teachers)}")
+        return self
+
+
+class FlowMatching(Params):
+    timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+    timestep_shift: float = pydantic.Field(1.0, gt=0)
+    logit_mean: float = 0.0
+    logit_std: float = pydantic.Field(1.0, gt=0)
+    sigma_min: float = pydantic.Field(1e-4, gt=0, lt=0.5)
+
+
 _POLICY: dict[str, Any] = {
     "requires_advantages": True,
     "supports_multi_update": True,

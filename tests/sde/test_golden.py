@@ -124,7 +124,8 @@ def test_loop(case: Case) -> None:
         toy = Toy(p["coef_abc"], tensor(given["text_embeds"]), given["negative_embeds"], p["guidance_scale"])
         makers: dict[str, Any] = {"dpm2": Dpm2, "unipc": UniPC}
         solver = makers[p["kernel"]](schedule) if p["kernel"] in makers else None
-        how: Any = ("flow" if solver is not None else p["kernel"], p["eta"], p["sde_indices"])
+        kernel: Any = "flow" if solver is not None else p["kernel"]
+        how = (kernel, p["eta"], p["sde_indices"])
         storage = DTYPES[p["trajectory_precision"]]
         with torch.no_grad():
             found = loop.sample(toy, tensor(given["initial_latents"]), schedule, *how, lambda i: noise[i], storage, solver)

@@ -41,14 +41,13 @@ def given(case: Case, kind: Any, *names: str) -> Any:
 
 def micro_of(case: Case) -> FlowMicro:
     inputs, p = case.inputs, case.params
-    held = {name: None if inputs.get(name) is None else tensor(inputs[name]) for name in inputs}
+    held: dict[str, Any] = {name: None if inputs.get(name) is None else tensor(inputs[name]) for name in inputs}
     schedule = tensor(inputs["sigmas"])
     indices = p["sde_indices"]
     anchor = held["old_logp"]
     if p.get("old_logp_source") == "replay" and held.get("replay_anchor_logp") is not None:
         anchor = held["replay_anchor_logp"]
     places = torch.tensor(indices, dtype=torch.long)
-    assert anchor is not None and held["new_logp"] is not None and held["new_means"] is not None
     velocities = held.get("v_theta")
     return FlowMicro(
         new=held["new_logp"].requires_grad_(),
@@ -67,7 +66,7 @@ def micro_of(case: Case) -> FlowMicro:
 
 def check(case: Case, loss: torch.Tensor, micro: FlowMicro) -> None:
     case.close(loss.detach(), case.outputs["loss"])
-    (loss * case.params["loss_scale"]).backward()  # type: ignore[no-untyped-call]
+    (loss * case.params["loss_scale"]).backward()
     for name, value in (("grad_logp", micro.new), ("grad_means", micro.means)):
         if case.outputs.get(name) is not None:
             found = torch.zeros_like(value) if value.grad is None else value.grad
@@ -140,14 +139,14 @@ def test_nft(case: Case) -> None:
         times = algorithm.times(tensor(inputs["sigmas"]))
         if "timesteps" in case.outputs:
             case.close(times, case.outputs["timesteps"])
-        total, grads = 0.0, []
+        total, grads = 0.0, list[Any]()
         for k, t in enumerate(times):
             noised = Noised.of(clean, t, tensor(inputs["noise_per_iter"])[k])
             case.close(noised.noisy, case.outputs["xt"][k]) if "xt" in case.outputs else None
             new = tensor(inputs["new_pred"])[k].requires_grad_()
             reference = None if inputs["ref_pred"] is None else tensor(inputs["ref_pred"])[k]
             loss = algorithm.loss(noised, new, tensor(inputs["old_pred"])[k], reference, advantages, Tally())
-            (loss * p["loss_scale"] / len(times)).backward()  # type: ignore[no-untyped-call]
+            (loss * p["loss_scale"] / len(times)).backward()
             total += float(loss.detach())
             grads.append(new.grad)
         case.close(total, case.outputs["loss"])

@@ -44,7 +44,7 @@ class DiffusionNft:
         self.needs_reference = params.ref_deviation_coef > 0
 
     def times(self, sigmas: Tensor) -> Tensor:
-        """The schedule without a last 0, and of that the first `training_timestep_fraction`; one random time if none is left."""
+        """The schedule without a last 0, of that the first `training_timestep_fraction`; one random time if none is left."""
         held = sigmas[:-1] if float(sigmas[-1]) == 0 else sigmas
         share = self.params.training_timestep_fraction
         if share >= 1:

@@ -18,6 +18,9 @@ TORCH_FREE = (
     "shared.config",
     "shared.agent",
     "shared.weights",
+    "shared.sde.sigmas",
+    "shared.sde.indices",
+    "shared.sde.seeds",
     "services.controller",
     "unimesh",
 )
@@ -33,6 +36,9 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def modules(folder: str) -> list[str]:
+    """Of a package, or the one module."""
+    if (ROOT / f"{folder}.py").exists():
+        return [folder.replace("/", ".")]
     found = (p.relative_to(ROOT).with_suffix("") for p in sorted((ROOT / folder).rglob("*.py")))
     return [".".join(p.parts).removesuffix(".__init__") for p in found if p.name != "__main__"]
 

@@ -1,0 +1,108 @@
+"""What differs between diffusers' flow-matching models, behind one face: `x_t = (1 - sigma) x0 + sigma noise` and
+`velocity = noise - x0`.
+
+Signs, time scales, packing and position ids stay inside a family. Latents are kept unpacked, so sampling, replay and losses
+need no family code, and a mean over latent elements means the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Conditions = dict[str, Tensor]
+"""Encoded inputs by name, batch first: ready to be concatenated, and for the wire."""
+
+
+class Family:
+    """Defaults are those of most families. `pipe` is a diffusers pipeline, `model` the trained part of it alone."""
+
+    pipeline: ClassVar[str]
+    """Name of its class in diffusers."""
+    cell: ClassVar[int] = 16
+    """Height and width in pixels must be multiples of it."""
+    video: ClassVar[bool] = False
+    """Frames are 4 k + 1."""
+
+    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+        """Rows in the order of the prompts. Call it without gradients."""
+        raise NotImplementedError
+
+    def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
+        """[B, *latent] at sigma [B], in x's dtype; one forward pass."""
+        raise NotImplementedError
+
+    def model(self, pipe: Any) -> Any:
+        """What is trained."""
+        return pipe.transformer
+
+    def latent_shape(self, pipe: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Without the batch."""
+        scale = pipe.vae_scale_factor
+        return (pipe.transformer.config.in_channels, height // scale, width // scale)
+
+    def guided(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """Classifier-free guidance of two velocities."""
+        return uncond + scale * (cond - uncond)
+
+    def guides(self, scale: float) -> bool:
+        """Whether a guidance scale needs a second forward pass, with the negative prompt."""
+        return scale > 1
+
+    def predict(
+        self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions, negative: Conditions | None, scale: float
+    ) -> Tensor:
+        """The velocity that is sampled and trained, guidance included. ValueError if guidance lacks the negative conditions."""
+        velocity = self.velocity(model, x, sigma, cond)
+        if not self.guides(scale):
+            return velocity
+        if negative is None:
+            raise ValueError(f"guidance_scale {scale}: needs a negative prompt's conditions")
+        return self.guided(velocity, self.velocity(model, x, sigma, negative), scale)
+
+    def sigmas(self, pipe: Any, steps: int, shape: tuple[int, ...]) -> Tensor:
+        """The pipeline's own schedule, float32 [steps + 1] down to 0; recipes pin that of shared/sde/sigmas.py by default."""
+        given = {"sigmas": self.grid(steps), "mu": self.mu(pipe, shape, steps)}
+        pipe.scheduler.set_timesteps(steps, **{k: v for k, v in given.items() if v is not None})
+        found: Tensor = pipe.scheduler.sigmas.clone()
+        return found
+
+    def grid(self, steps: int) -> Any:
+        """What the pipeline gives to its scheduler before the shift; None: the scheduler's own."""
+        return np.linspace(1.0, 1 / steps, steps)
+
+    def mu(self, pipe: Any, shape: tuple[int, ...], steps: int) -> float | None:
+        """Of the dynamic shift; None for a static one."""
+        config = pipe.scheduler.config
+        if not config.get("use_dynamic_shifting"):
+            return None
+        tokens = shape[-1] * shape[-2] // 4
+        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        return float(config.base_shift + slope * (tokens - config.base_image_seq_len))
+
+    def decode(self, pipe: Any, x: Tensor) -> Tensor:
+        """Pixels of clean latents, about -1 … 1: [B, 3, H, W], of videos [B, 3, F, H, W]."""
+        config = pipe.vae.config
+        shift = getattr(config, "shift_factor", None) or 0.0
+        found: Tensor = pipe.vae.decode(x / config.scaling_factor + shift, return_dict=False)[0]
+        return found
+
+
+def per_channel(vae: Any, x: Tensor) -> Tensor:
+    """Undoes the normalization of VAEs with a mean and a std a channel; x [B, C, F, H, W]."""
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(x) for v in (vae.config.latents_mean, vae.config.latents_std))
+    return x * std + mean
+
+
+def video_shape(pipe: Any, channels: int, height: int, width: int, frames: int) -> tuple[int, ...]:
+    """[channels, frames, height, width] of latents."""
+    space, time = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
+    return (channels, (frames - 1) // time + 1, height // space, width // space)
+
+
+def full_mask(text: Tensor, mask: Tensor | None) -> Tensor:
+    """A pipeline that returns no mask means all ones."""
+    return torch.ones(text.shape[:2], dtype=torch.long, device=text.device) if mask is None else mask

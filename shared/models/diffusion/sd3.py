@@ -1,0 +1,30 @@
+"""Stable Diffusion 3 and 3.5: two CLIP encoders and T5, their texts one after the other; padding is attended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shared.models.diffusion.family import Conditions, Family
+
+
+class SD3(Family):
+    pipeline = "StableDiffusion3Pipeline"
+
+    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+        text, _, pooled, _ = pipe.encode_prompt(prompts, None, None, do_classifier_free_guidance=False)
+        return {"text": text, "pooled": pooled}
+
+    def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
+        found: Tensor = model(
+            hidden_states=x,
+            timestep=sigma * 1000,
+            encoder_hidden_states=cond["text"],
+            pooled_projections=cond["pooled"],
+            return_dict=False,
+        )[0]
+        return found
+
+    def grid(self, steps: int) -> None:
+        """The scheduler's own, whose end points are shifted twice."""

@@ -1,0 +1,53 @@
+"""Wan 2.1 and 2.2, text to video. 2.2 has two experts: one for high noise, one for low."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.models.diffusion.family import Conditions, Family, per_channel, video_shape
+
+TEXT_TOKENS = 512
+"""Padding is attended: texts keep this length."""
+
+
+class Wan21(Family):
+    pipeline = "WanPipeline"
+    video = True
+
+    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+        text, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS)
+        return {"text": text}
+
+    def latent_shape(self, pipe: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        return video_shape(pipe, pipe.transformer.config.in_channels, height, width, frames)
+
+    def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
+        found: Tensor = model(hidden_states=x, timestep=sigma * 1000, encoder_hidden_states=cond["text"], return_dict=False)[0]
+        return found
+
+    def grid(self, steps: int) -> None:
+        """The scheduler's own."""
+
+    def decode(self, pipe: Any, x: Tensor) -> Tensor:
+        found: Tensor = pipe.vae.decode(per_channel(pipe.vae, x), return_dict=False)[0]
+        return found
+
+
+class Wan22(Wan21):
+    """All rows of a forward pass, and under FSDP all ranks, must be on the same side of the boundary: one expert computes."""
+
+    def __init__(self, boundary: float = 0.875) -> None:
+        """`boundary`: the sigma from which on the expert for high noise computes."""
+        self.boundary = boundary
+
+    def model(self, pipe: Any) -> Any:
+        return torch.nn.ModuleDict({"high": pipe.transformer, "low": pipe.transformer_2})
+
+    def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
+        high = sigma >= self.boundary
+        if bool(high.any()) != bool(high.all()):
+            raise ValueError(f"sigmas {sigma.tolist()} lie on both sides of the experts' boundary {self.boundary}")
+        return super().velocity(model["high" if bool(high[0]) else "low"], x, sigma, cond)

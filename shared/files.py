@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +57,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link_or_copy(path: Path, target: Path) -> None:
+    """The same file under a second name; a copy where the file systems are two, or know no links. One that is there stays."""
+    try:
+        os.link(path, target)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if no_space(error):
+            raise
+        shutil.copyfile(path, target)
 
 
 def checksum(path: Path) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.config.settings import Settings
+from shared.weights import checkpoints
+from shared.weights.checkpoints import Position
 from shared.wire.client import connect
 from shared.wire.server import RedisServer
 
@@ -109,3 +112,15 @@ def recipe(model: Path | str, **changes: Any) -> dict[str, Any]:
             place = place.setdefault(name, {})
         place[last] = value
     return document
+
+
+def own_tensors(bundle: Any) -> dict[str, Any]:
+    """A model's state, each tensor once and contiguous, as a version holds it."""
+    return {name: value.detach().contiguous() for name, value in bundle.model.state_dict().items() if name not in bundle.tied}
+
+
+@contextmanager
+def saving(folder: Path, at: Position) -> Iterator[Path]:
+    """A checkpoint whose files the block writes."""
+    yield checkpoints.begin(folder, at)
+    checkpoints.complete(folder, at)

@@ -125,7 +125,8 @@ class Flow:
             command = [sys.executable, "-m", "shared.models.ar.gguf", str(model)]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             if done.returncode:
-                raise SystemExit(done.stderr[-1500:])
+                self.say(done.stderr[-1500:])
+                raise SystemExit(1)
         return model
 
     def previews(self, before: dict[str, Any], after: dict[str, Any]) -> None:

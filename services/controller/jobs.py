@@ -124,7 +124,7 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     found = _fingerprints(job) if doc.fingerprints else {}
     for field, known in doc.fingerprints.items():
         if found[field] != known:
-            what = "model" if field == "model.path" else "data"
+            what = "data" if field.endswith("source") else "model"
             raise bad(
                 field, None, f"the {what} is not what the job began with", "the same files; or start a new job with these"
             )
@@ -134,7 +134,11 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
 def _fingerprints(job: Job) -> dict[str, str]:
     evaluated = {f"eval.{name}.source": data.source.fingerprint for name, (data, _) in job.suites.items()}
     files = ModelFiles(Path(job.doc.files), Path(job.doc.weights) if job.doc.weights else None)
-    return {"data.source": job.train.source.fingerprint, "model.path": fingerprint(files)} | evaluated
+    found = {"data.source": job.train.source.fingerprint, "model.path": fingerprint(files)} | evaluated
+    if (reference := job.doc.reference) is not None:
+        place = ModelFiles(Path(reference[0]), Path(reference[1]) if reference[1] else None)
+        found["algorithm.reference"] = fingerprint(place)
+    return found
 
 
 def _params(sampling: Sampling, seed: int, intake: Intake) -> ARSamplingParams:

@@ -14,7 +14,6 @@ from services.controller.assignment import Registry, Wanted
 from services.controller.jobs import JobDoc, load_doc, open_job, phase_of
 from services.controller.runner import Runner
 from shared.agent.storage import storage_id
-from shared.config.problems import BadInput
 from shared.config.sections import scorers_of
 from shared.config.settings import Settings
 from shared.wire.bodies import open_bodies
@@ -105,7 +104,7 @@ class Mesh:
         try:
             lease_ms = int(self.settings.lease_s * 1000 * 2 / 3)
             runner = Runner(self.connect, open_job(doc, self.settings), self.settings, lease_ms)
-        except (BadInput, OSError) as error:
+        except Exception as error:  # files that are gone or changed, whatever a library says of them: others go on
             if self.refused.get(doc.id, ("", 0.0))[0] != str(error):  # said once, not at every attempt
                 note = {"at": f"{time.time():.3f}", "level": "error", "text": f"the job cannot go on: {error}"}
                 self.client.xadd(JobKeys(doc.id).events, note)

@@ -228,7 +228,6 @@ class Writer:
             step=after.root.batches + sum(r.kind == "train" for r in after.root.records),
             groups=tuple(map(_note, command.groups)) if self.plan.route else (),
             pinned=command.pinned,
-            records=command.rows[1] - command.rows[0],
             state=pack(cut(after)) if command.kind == "checkpoint" else b"",
         )
         return [*out, xadd(self.keys.log, {"e": pack(entry)}, f"{command.seq}-0")]
@@ -333,7 +332,7 @@ class Writer:
             "versions": run.versions,
             "prompts": run.size,
             "failed": run.failed,
-            **_loss(run),
+            **(_loss(run) if self.plan.suites[run.suite].batch_size else {}),
             "reward": run.total / good if good and run.samples else None,
             "reward_std": math.sqrt(max(0.0, variance)) if run.samples else None,
             "samples": run.samples,
@@ -346,10 +345,8 @@ class Writer:
 def _loss(run: EvalRun) -> dict[str, Any]:
     """Of targets that were measured: their mean loss and its exponential."""
     total, weight, tokens = run.loss
-    if not weight:
-        return {"loss": None} if tokens else {}
-    mean = total / weight
-    return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}
+    mean = total / weight if weight else None
+    return {"loss": mean, "perplexity": None if mean is None else math.exp(min(mean, 700.0)), "tokens": tokens}
 
 
 def _note(group: Group) -> GroupNote:

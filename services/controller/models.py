@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +14,12 @@ from shared.config import specs
 from shared.config.problems import bad
 from shared.config.sections import Model
 from shared.config.settings import Settings
+from shared.files import link_or_copy
 from shared.models.targets import chosen, linear_modules
 from shared.weights.locate import ModelFiles, locate
 from shared.weights.store import COMPLETE
 
+SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SAMPLED = 1 << 20
 """Bytes read of either end of a file of weights."""
 
@@ -69,11 +69,19 @@ def reference_of(recipe: Any, files: ModelFiles, settings: Settings) -> tuple[st
 
 
 def fingerprint(files: ModelFiles) -> str:
-    """Of config, tokenizer, and the weights' sizes, headers and ends: reading all of a large model would take minutes."""
+    """Of what decides how it is trained: config, tokenizer, template, stop tokens, and of the weights (of an adapter its base's
+    too) sizes, headers and ends: reading all of a large model would take minutes."""
     digest = xxhash.xxh3_64()
-    for name in ("config.json", "tokenizer.json"):
-        digest.update((files.files / name).read_bytes())
-    for path in sorted((files.weights or files.files).glob("*.safetensors")):
+    for path in (files.files / name for name in SIDE_FILES):
+        digest.update(path.read_bytes() if path.exists() else b"-")
+    folders = [files.weights or files.files]
+    if (adapter := folders[0] / "adapter_config.json").exists():
+        digest.update(adapter.read_bytes())
+        folders.append(Path(json.loads(adapter.read_bytes())["base_model_name_or_path"]))
+    weights = [
+        path for folder in folders for path in sorted(folder.glob("*")) if path.suffix in (".safetensors", ".bin", ".gguf")
+    ]
+    for path in weights:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
@@ -96,10 +104,5 @@ def _linked(version: Path, target: Path) -> Path:
     """OSError if the version has been collected meanwhile."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(version.iterdir(), key=lambda p: p.name == COMPLETE):
-        try:
-            os.link(path, target / path.name)
-        except FileExistsError:
-            pass
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(path, target / path.name)
+        link_or_copy(path, target / path.name)
     return target

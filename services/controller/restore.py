@@ -21,6 +21,9 @@ from shared.wire.hops import meta_fields
 from shared.wire.keys import JOBS, JobKeys
 from shared.wire.scripts import Write, hset, new_revision, text, xadd
 
+MOST = 5000
+"""Entries that one write of a script deletes."""
+
 if TYPE_CHECKING:
     from services.controller.runner import Runner
 
@@ -37,8 +40,9 @@ def cut(state: State) -> Cut:
     return Cut(state.root, tuple(groups))
 
 
-def from_cut(saved: Cut, incarnation: int) -> Root:
-    """The root under a new incarnation. Batches in the log before the checkpoint count as trained: the model holds them.
+def from_cut(saved: Cut, incarnation: int, seq: int) -> Root:
+    """The root under a new incarnation, whose log begins behind the checkpoint's record number `seq`. Batches in the log before
+    the checkpoint count as trained: the model holds them.
 
     Groups open at the cut are closed as dropped `restored`; their prompts are issued again, not counted as stale ones are.
     """
@@ -50,6 +54,7 @@ def from_cut(saved: Cut, incarnation: int) -> Root:
         root,
         phase="starting",
         incarnation=incarnation,
+        seq=seq,
         batches=root.batches + len(batches),
         trained=root.trained + sum(len(r.gids) for r in batches),
         dropped=dropped,
@@ -71,24 +76,26 @@ def from_cut(saved: Cut, incarnation: int) -> Root:
 def restored(runner: Runner, state: State, command: Restore, taken: Sequence[str], revision: str) -> None:
     """Commits the state of the newest checkpoint (or a start from nothing) in place of one that the trainer's log denies."""
     keys, plan = runner.keys, runner.job.doc.plan
-    folder = checkpoints.newest(runner.settings.checkpoints(runner.job.doc.id))
+    base = runner.client.hget(keys.meta, "base") or b""
+    folder = checkpoints.newest(runner.settings.checkpoints(runner.job.doc.id), state.root.incarnation, text(base))
     incarnation = state.root.incarnation + 1
     if folder is None:
         root, where = Root(incarnation=incarnation), "the beginning (there is no checkpoint)"
     else:
-        root = from_cut(unpack((folder / checkpoints.STATE_FILE).read_bytes(), Cut), incarnation)
-        where = f"checkpoint {folder.name}"
+        root, where = _root(folder, incarnation), f"checkpoint {folder.name}"
     said = f"Redis went back in time ({command.detail}): the job returns to {where}, incarnation {incarnation}"
     writes = [
         hset(keys.meta, _meta(plan, incarnation, folder)),
+        Write("HDEL", keys.meta, ("fence",)),  # the trainer of the history that is left has nothing more to say
         Write("UNLINK", keys.log),
         Write("UNLINK", keys.rows),
         Write("UNLINK", keys.open),
         *(Write("UNLINK", keys.group(gid)) for gid in state.groups),
         xadd(keys.events, {"at": f"{time.time():.3f}", "level": "warning", "text": said}),
     ]
-    if later := _later(runner.client, keys, root.batches):
-        writes.append(Write("XDEL", keys.steps, later))
+    later, left = _later(runner.client, keys, root)
+    writes += [Write("XDEL", keys.steps, later[i : i + MOST]) for i in range(0, len(later), MOST)]
+    writes += [Write("HDEL", keys.evals, left)] if left else []
     runner.commit(revision, State(root, dict[str, Group]()), taken, writes)
 
 
@@ -98,15 +105,22 @@ def _meta(plan: Plan, incarnation: int, folder: Path | None) -> dict[str, int | 
     return {**known, "base": folder.name if folder is not None else ""}
 
 
-def _later(client: Any, keys: JobKeys, step: int) -> tuple[str, ...]:
-    """Entries of steps behind this one: the history that goes on makes them anew."""
+def _root(folder: Path, incarnation: int) -> Root:
+    saved = unpack((folder / checkpoints.STATE_FILE).read_bytes(), Cut)
+    return from_cut(saved, incarnation, checkpoints.position(folder).seq)
+
+
+def _later(client: Any, keys: JobKeys, root: Root) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Steps (entries of their stream) and evaluations (keys) of the history that is left: they are made anew."""
     rows = client.xrange(keys.steps)
-    return tuple(text(entry_id) for entry_id, fields in rows if msgspec.msgpack.decode(fields[b"m"])["step"] > step)
+    steps = (text(entry_id) for entry_id, fields in rows if msgspec.msgpack.decode(fields[b"m"])["step"] > root.batches)
+    evaluations = (text(key) for key in client.hkeys(keys.evals))
+    return tuple(steps), tuple(key for key in evaluations if key not in root.evaluated)
 
 
-def choices(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints from which a job can start, by step; of several the one of the newest history."""
-    held = [path for path in checkpoints.found(folder) if (path / checkpoints.JOB_FILE).exists()]
+def choices(folder: Path, incarnation: int | None, base: str) -> dict[int, Path]:
+    """By step the checkpoints of the history that goes on from which a job can start."""
+    held = [path for path in checkpoints.history(folder, incarnation, base) if (path / checkpoints.JOB_FILE).exists()]
     return {checkpoints.position(path).step: path for path in held}
 
 
@@ -116,13 +130,15 @@ def revive(client: Any, settings: Settings, job: str, step: int | None = None) -
     What stood open there is issued again. LookupError if there is no checkpoint at all; BadInput for a step without one, or if
     another job bears the name; RuntimeError if the job runs.
     """
-    known = choices(settings.checkpoints(job))
+    keys = JobKeys(job)
+    number, base = client.hmget(keys.meta, "incarnation", "base")
+    known = choices(settings.checkpoints(job), int(number) if number else None, text(base or b""))
     if not known:
         raise LookupError(f"no checkpoint of a job {job!r}")
     wanted = max(known) if step is None else step
     if wanted not in known:
         raise bad("step", step, "there is no checkpoint of it", ", ".join(map(str, sorted(known))))
-    folder, keys = known[wanted], JobKeys(job)
+    folder = known[wanted]
     document = (folder / checkpoints.JOB_FILE).read_bytes()
     doc = unpack(document, JobDoc)
     open_job(doc, settings)  # its data is there, and the same
@@ -131,16 +147,19 @@ def revive(client: Any, settings: Settings, job: str, step: int | None = None) -
         if (packed := pipe.hget(keys.state, "snapshot")) and unpack(packed, Root).phase not in ENDED:
             raise RuntimeError(f"job {job} is {unpack(packed, Root).phase}: it goes on by itself")
         incarnation = 1 + max(_incarnations(client, settings, doc, keys))
-        root = from_cut(unpack((folder / checkpoints.STATE_FILE).read_bytes(), Cut), incarnation)
-        later = _later(client, keys, root.batches)
+        root = _root(folder, incarnation)
+        later, left = _later(client, keys, root)
         enter(client, doc)
         pipe.multi()
         pipe.set(keys.doc, document)
         pipe.hset(keys.meta, mapping=_meta(doc.plan, incarnation, folder))
+        pipe.hdel(keys.meta, "fence")
         pipe.unlink(keys.log, keys.rows, keys.open, keys.inbox)
         pipe.hset(keys.state, mapping={"revision": new_revision(""), "snapshot": msgspec.msgpack.encode(root)})
         if later:
             pipe.xdel(keys.steps, *later)
+        if left:
+            pipe.hdel(keys.evals, *left)
         said = f"restored by the operator from checkpoint {folder.name}, step {wanted}, incarnation {incarnation}"
         pipe.xadd(keys.events, {"at": f"{time.time():.3f}", "level": "info", "text": said})
         pipe.hset(JOBS, job, summary_of(doc, incarnation))

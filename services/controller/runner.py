@@ -18,7 +18,7 @@ import structlog
 
 from services.controller.jobs import Job
 from services.controller.lifecycles.core import advance, missing
-from services.controller.lifecycles.state import BadRecord, Command, Covered, Event, Group, Restore, Root, State, Tick
+from services.controller.lifecycles.state import BadRecord, Command, Covered, Event, Group, Issue, Restore, Root, State, Tick
 from services.controller.messages import Writer, snapshot
 from services.controller.pins import Pins
 from services.controller.records import Recorder, Records
@@ -231,8 +231,8 @@ class Runner:
         plan, root_of = self.job.doc.plan, self.job.train.order.root
         after, commands = advance(plan, state, events, Tick(now), nonce, root_of)
         fresh = list(commands)
-        while bad := self.writer.bad_records(fresh):
-            found: list[BadRecord] = bad
+        while (bad := self.writer.bad_records(fresh)) or (not plan.route and any(isinstance(c, Issue) for c in fresh)):
+            found: list[BadRecord] = bad  # without a route the batch that they make forms only now
             after, fresh = advance(plan, after, found, Tick(now), nonce, root_of)
             commands += fresh
         return after, commands

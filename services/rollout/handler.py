@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LEFT_BEHIND_S = 10.0
 """A shared folder may show an older version later than a newer one, but not so late."""
 POLL_S = 0.05
+ALIKE = 3
+"""So many changes of version in a row must not leave the probe's answer as it is."""
 Pair = tuple[Work, "Future[Result]"]
 
 
@@ -59,8 +61,8 @@ class RolloutHandler:
         """(incarnation, version) that the engine has; None while that is not certain: then the next one is loaded in full."""
         self.probed: tuple[tuple[int, int], str, float] | None = None
         """A version that the engine was asked about when it had nothing to do: the digest of its bytes, and the answer."""
-        self.alarmed = False
-        """It has been told once."""
+        self.alike, self.alarmed = 0, False
+        """Versions in a row that should have answered otherwise; whether equal ones that did were told of."""
         self.say: Callable[[str], None] = log.warning
         """Tells people of the job."""
         self.queue: SimpleQueue[list[Pair] | None] = SimpleQueue()
@@ -110,25 +112,28 @@ class RolloutHandler:
         return self.queue.get()
 
     def _probe(self, held: tuple[int, int]) -> bool:
-        """Another version's bytes must make another answer, and the same ones the same: else the engine did not take them.
+        """Other bytes must make another answer in the end, and the same ones the same: else the engine does not take them.
         False while it has other work."""
         try:
             digest = self.weights.digest(*held)
             found = self.engine.probe()
-        except (FileNotFoundError, RuntimeError, ValueError) as error:  # collected meanwhile; or a model that cannot answer
+        except Exception as error:  # collected meanwhile, or a model that cannot answer: nothing depends on it
             log.info("version %d is not probed: %s", held[1], error)
             found, digest = math.nan, ""
         if found is None:
             return False
         before, self.probed = self.probed, (held, digest, found)
-        if before is None or not digest or not before[1] or self.alarmed:
+        if before is None or not digest or not before[1]:
             return True
-        same = math.isclose(before[2], found, rel_tol=1e-12)
-        if (before[1] == digest) != same:
+        same = math.isclose(before[2], found, rel_tol=1e-9)
+        self.alike = self.alike + 1 if same and before[1] != digest else 0
+        if self.alike == ALIKE:  # one step of a warm-up may move so little that no answer shows it
+            what = f"{ALIKE + 1} versions with other bytes each, up to {held[1]}, give the same answer to a fixed text"
+            self.say(f"{self.worker}: {what}: does the engine take them?")
+        if before[1] == digest and not same and not self.alarmed:
             self.alarmed = True
-            what = "has other bytes than" if same else "has the same bytes as"
-            answer = "the same answer to a fixed text" if same else "another answer to a fixed text"
-            self.say(f"{self.worker}: version {held[1]} {what} version {before[0][1]}, but the engine gives {answer}")
+            what = f"version {held[1]} has the same bytes as {before[0][1]}, but gives another answer to a fixed text"
+            self.say(f"{self.worker}: {what}")
         return True
 
     def _need(self, envelope: Envelope) -> tuple[int, Need]:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -50,9 +51,10 @@ class Backend:
             mesh = init_device_mesh(device, (shared,))
         else:
             mesh = init_device_mesh(device, (copies, shared), mesh_dim_names=("copies", "shards"))
-        how: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if placement.cpu_offload and device != "cpu" else {}
+            for group in mesh.get_all_groups():  # they do not take the world's own
+                dist.distributed_c10d._set_pg_timeout(self.world.patience, group)
         for module in (*blocks, self.model):
-            fully_shard(module, mesh=mesh, **how)
+            fully_shard(module, mesh=mesh)
         outside = [name for name, p in self.named_parameters().items() if not isinstance(p, DTensor)]
         if outside:
             raise ValueError(f"{len(outside)} trained parameters belong to no group of FSDP, the first is {outside[0]}")
@@ -81,12 +83,12 @@ class Backend:
         owners = _owners({name: value.nbytes for name, value in held.items()}, 1 if self.adapters else self.world.size)
         own: dict[str, Tensor] = {}
         for name, value in held.items():
+            live = value.to_local() if isinstance(value, DTensor) else value
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             if owners[name] == self.world.rank:
-                copied = whole is not value or whole.device.type != "cpu"  # gathered, or about to be moved
-                own[lora.exported_name(name) if self.adapters else name] = (
-                    (whole if copied else whole.clone()).cpu().contiguous()
-                )
+                shared = whole.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()  # nothing was gathered
+                kept = whole.clone() if shared and whole.device.type == "cpu" else whole.cpu()
+                own[lora.exported_name(name) if self.adapters else name] = kept.contiguous()
         return own
 
     def _trained(self) -> dict[str, Tensor]:

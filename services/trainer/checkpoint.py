@@ -80,15 +80,16 @@ class Saver:
         """
         self.wait()
         if self.world.first:
-            checkpoints.begin(self.folder, position)
+            when_there_is_space(lambda: checkpoints.begin(self.folder, position), self.say)
         self.world.barrier()
         copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state.tensors)
         own = {SETTINGS_FILE: json.dumps(state.settings).encode(), **files}
 
         def run() -> None:
             try:
-                when_there_is_space(lambda: self._write(position, copy, own, before), self.say)
+                when_there_is_space(lambda: self._write(position, copy), self.say)  # every rank, again if one has no space
                 if self.world.first:
+                    when_there_is_space(lambda: self._complete(position, own, before), self.say)
                     after()
                     checkpoints.prune(self.folder, self.keep, self.keep_every)
             except BaseException as error:  # whatever it was, the trainer's own thread raises it
@@ -110,18 +111,19 @@ class Saver:
         if self.error is not None:
             raise self.error
 
-    def _write(self, position: Position, copy: Any, files: Mapping[str, bytes], before: Callable[[], None]) -> None:
+    def _write(self, position: Position, copy: Any) -> None:
         place = checkpoints.aside(self.folder, position)
         writer = HuggingFaceStorageWriter(str(place / TENSORS), save_distributed=True)
         try:
             state_dict_saver.save(copy, storage_writer=writer, process_group=self.world.saving, no_dist=self.world.size == 1)
         except CheckpointException as error:
             raise RuntimeError(str(error)) from error
-        if self.world.first:
-            for name, data in files.items():
-                (place / name).write_bytes(data)
-            before()
-            checkpoints.complete(self.folder, position)
+
+    def _complete(self, position: Position, files: Mapping[str, bytes], before: Callable[[], None]) -> None:
+        for name, data in files.items():
+            (checkpoints.aside(self.folder, position) / name).write_bytes(data)
+        before()
+        checkpoints.complete(self.folder, position)
 
 
 def load(folder: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -64,32 +65,42 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
     others = Others(ranks, order) if ranks > 1 and "RANK" not in os.environ else None
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    trainer = build(settings, assignment, agent, document, client, stopping)
-    trainer.tick = trainer.stack.tick = watch.tick
+    tells: list[Callable[[str], None]] = []
+
+    def tell(text: str) -> None:
+        """The job's failure, if this rank has a line to the controller."""
+        for one in tells:
+            one(text)
+
     if others is not None:
-        others.fail = trainer.fail
-    gc.collect()
-    gc.freeze()  # libraries and model: no collection need walk them again
+        others.fail = tell
     try:
+        trainer = build(settings, assignment, agent, document, client, stopping, tells)
+        trainer.tick = trainer.stack.tick = watch.tick
+        gc.collect()
+        gc.freeze()  # libraries and model: no collection need walk them again
         trainer.start()
         watch.limit_s = QUIET_S
         trainer.run()
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
         if ranks > 1 and lost_rank(error):
             log.error("another rank is gone, or slower than UNIMESH_RANKS_TIMEOUT_S: %s", error)
             time.sleep(GONE_S)  # whoever watches the ranks knows more
             raise SystemExit(LOST) from error
         log.exception("training failed")
-        trainer.fail(f"{type(error).__name__}: {error}")
-        ranks_said(f"{type(error).__name__}: {error}")
+        said = f"{type(error).__name__}: {error}"
+        tell(said)
+        ranks_said(said)
         raise SystemExit(FAILED) from error
     trainer.world.close()
     if others is not None:
         others.wait()
 
 
-def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes, client: Any, stopping: Any) -> Any:
-    """The trainer of this rank, its model loaded."""
+def build(
+    settings: Any, assignment: dict[str, str], agent: str, document: bytes, client: Any, stopping: Any, tells: list[Any]
+) -> Any:
+    """The trainer of this rank, its model loaded. Rank 0 adds to `tells` how the job's failure is told."""
     from services.trainer.algorithms import ALGORITHMS
     from services.trainer.backend import Backend
     from services.trainer.checkpoint import Saver
@@ -106,7 +117,7 @@ def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
     from shared.wire.client import connect
-    from shared.wire.codec import pack
+    from shared.wire.codec import pack, unpack
     from shared.wire.keys import JobKeys
 
     doc = msgspec.msgpack.decode(document)
@@ -119,6 +130,11 @@ def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes
         streams = [keys.stage(f"reward.{name}") for name in plan["scorers"][:1]]
         preread = [Preread(lambda: connect(settings.redis_url), stream, bodies) for stream in streams]
         link = Link(client, keys, bodies, agent, pack(Assignment(**assignment)), *preread)  # type: ignore[arg-type]
+        tells.append(functools.partial(_give_up, link))
+    start = client.hmget(keys.meta, "incarnation", "base") if world.first else ()
+    incarnation, base = unpack(
+        world.share(pack((int(start[0]), (start[1] or b"").decode())) if start else None), tuple[int, str]
+    )
     section, model = Train.model_validate(recipe["train"]), Model.model_validate(recipe["model"])
     try:
         named = Component(name=recipe["algorithm"]["name"], params=recipe["algorithm"]["params"])
@@ -130,10 +146,10 @@ def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes
         temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
         total = plan["steps"] * section.num_updates_per_batch
         stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
-    except (ValueError, OSError, AttributeError) as error:
-        _give_up(link, f"the model cannot be loaded: {error}")
-        raise
-    incarnation = int(client.hget(keys.meta, "incarnation"))
+    except (ValueError, OSError, AttributeError, RuntimeError) as error:
+        if lost_rank(error):
+            raise
+        raise ValueError(f"the model cannot be loaded: {error}") from error
     store = WeightStore(settings.weights(job), track)
     if link is not None:
         copy_side_files(Path(doc["files"]), store.files)
@@ -155,7 +171,7 @@ def build(settings: Any, assignment: dict[str, str], agent: str, document: bytes
         link=link,
         publisher=publisher,
         stopping=stopping.is_set,
-        base=(client.hget(keys.meta, "base") or b"").decode(),
+        base=base,
         document=document,
     )
 
@@ -199,8 +215,7 @@ def _reference(doc: Any, model: Any, algorithm: Any, mode: str) -> Any:
 def _give_up(link: Any, error: str) -> None:
     from shared.wire.envelope import Failure
 
-    if link is not None:
-        link.report(Failure(origin="trainer", error=error, fatal=True))
+    link.report(Failure(origin="trainer", error=error, fatal=True))
 
 
 if __name__ == "__main__":

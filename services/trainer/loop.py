@@ -24,7 +24,7 @@ from services.trainer.world import World
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
 from shared.wire.codec import pack, unpack
-from shared.wire.envelope import Failure, LogEntry, Measured, RolledBack, Saved, Span, Started, Trained
+from shared.wire.envelope import LogEntry, Measured, RolledBack, Saved, Span, Started, Trained
 from shared.wire.errors import BodyLost
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class Trainer:
         """A copy now, its files by a thread; the marker waits for the publishes before it."""
         words = self.link.words() if self.link is not None else ()
         versions = {self.track: self.stack.progress.version}
-        position = Position(self.incarnation, entry.seq, entry.id, versions, entry.step, words)
+        position = Position(self.incarnation, entry.seq, entry.id, versions, entry.step, words, self.base)
         files = {checkpoints.STATE_FILE: entry.state, checkpoints.JOB_FILE: self.document}
         handed = self.handed
 
@@ -188,6 +188,8 @@ class Trainer:
 
     def start(self) -> None:
         """From the checkpoint on; the incarnation's first version is in the store before anything asks for it."""
+        if self.world.first:
+            checkpoints.sweep(self.saver.folder)
         position, store = self.resume(), self.publisher.store
         if self.world.first:
             store.drop_parts(self.incarnation)
@@ -210,8 +212,3 @@ class Trainer:
                 world_size=self.world.size,
             )
         )
-
-    def fail(self, text: str) -> None:
-        """The job cannot go on."""
-        if self.link is not None:
-            self.link.report(Failure(origin="trainer", error=text, fatal=True))

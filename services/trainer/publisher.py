@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from shared.models.tensors import decode, encode
 from shared.weights.store import WeightStore
 from shared.wire.codec import Buffer
 from shared.wire.envelope import Published
+
+log = logging.getLogger(__name__)
 
 Snapshot = dict[str, Tensor]
 
@@ -100,7 +103,7 @@ class Publisher:
                 version, snapshot, _ = self.waiting.pop(0)
             try:
                 self._write(version, snapshot)
-            except OSError as error:
+            except BaseException as error:  # whatever it was, the trainer's own thread raises it
                 self.error = error
             with self.change:
                 self.written = version
@@ -113,10 +116,14 @@ class Publisher:
         if self.rank and self.ranks == 1:
             return  # nothing of it is this rank's
         if self.store.has(self.incarnation, version):
-            self._again(version, snapshot)
+            try:
+                self._again(version, snapshot)
+            except Exception as error:  # it is a comparison for people: nothing depends on it
+                log.info("version %d is not compared: %s", version, error)
         if self.rank:
             files = list(shards(snapshot, rank=self.rank, ranks=self.ranks))
-            when_there_is_space(lambda: self.store.contribute(self.incarnation, version, self.rank, files), self.say)
+            share = (self.incarnation, version, self.rank)
+            when_there_is_space(lambda: self.store.contribute(*share, files), lambda text: self.store.waiting(*share, text))
             return
         with self.timed(f"publish v{version}"):
             size = when_there_is_space(lambda: self._publish(version, snapshot), self.say)
@@ -138,7 +145,7 @@ class Publisher:
             )
 
     def _publish(self, version: int, snapshot: Snapshot) -> int | None:
-        about: dict[str, Any] = {"source": self.source, "ranks": self.ranks}
+        about: dict[str, Any] = {"source": self.source, "ranks": self.ranks, "say": self.say}
         if self.adapter is None:
             return self.store.publish(self.incarnation, version, shards(snapshot, ranks=self.ranks), **about)
         config: tuple[str, list[Buffer]] = (CONFIG, [self.adapter.config.encode()])

@@ -24,15 +24,17 @@ class World:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.control: Any = None
+        self.computing: Any = None
+        """For sums in the middle of a step, where a rank may not be later than `patience`."""
         self.saving: Any = None
         """For the threads that write checkpoints: their words may not stand between the others."""
+        self.patience = datetime.timedelta(seconds=float(os.environ.get("UNIMESH_RANKS_TIMEOUT_S") or 600))
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if self.size > 1:
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            patience = float(os.environ.get("UNIMESH_RANKS_TIMEOUT_S") or 600)
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=patience))
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=self.patience)
             self.control = dist.new_group(backend="gloo", timeout=WORDS)
+            self.computing = dist.new_group(backend="gloo", timeout=self.patience)
             self.saving = dist.new_group(backend="gloo", timeout=WORDS)
 
     @property
@@ -40,7 +42,8 @@ class World:
         return self.rank == 0
 
     def share(self, word: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank. No rank waits here longer than rank 0 waits for a message (10 s)."""
+        """Rank 0's bytes, on every rank. They wait here for the next word: a second where there is nothing to do, and as long
+        as rank 0 waits for a checkpoint, a version or a full disk."""
         if self.size == 1:
             assert word is not None
             return word
@@ -55,23 +58,23 @@ class World:
         return data.numpy().tobytes()
 
     def total(self, values: list[float]) -> list[float]:
-        """Sums over ranks, float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        """Sums over ranks, float64; in a step."""
+        return self._reduce(values, dist.ReduceOp.SUM, self.computing)
 
     def largest(self, values: list[float]) -> list[float]:
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self._reduce(values, dist.ReduceOp.MAX, self.computing)
 
-    def _reduce(self, values: list[float], how: Any) -> list[float]:
+    def any(self, fact: bool) -> bool:
+        """Whether it is so on any rank; between steps."""
+        return bool(self._reduce([float(fact)], dist.ReduceOp.MAX, self.control)[0])
+
+    def _reduce(self, values: list[float], how: Any, group: Any) -> list[float]:
         if self.size == 1 or not values:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, how, group=self.control)
+        dist.all_reduce(tensor, how, group=group)
         found: list[float] = tensor.tolist()
         return found
-
-    def any(self, fact: bool) -> bool:
-        """Whether it is so on any rank."""
-        return bool(self.largest([float(fact)])[0])
 
     def barrier(self) -> None:
         if self.size > 1:

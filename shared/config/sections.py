@@ -232,8 +232,6 @@ class Placement(Section):
     """How ranks hold the trained model: shards of one copy; a copy for each `shard_ranks` of them; a copy each."""
     shard_ranks: int | None = Field(None, ge=2)
     """hybrid: ranks that share a copy; None: those of half the world."""
-    cpu_offload: bool = False
-    """Shards and optimizer state stay in host memory and come to the device when they are needed (several ranks only)."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of each child; None: what the host's supervisor planned."""
 

@@ -7,8 +7,6 @@ loading one runs no code.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -36,6 +34,8 @@ class Position(msgspec.Struct, frozen=True):
     words: tuple[bytes, ...] = ()
     """What the trainer had last told the controller of the records that it passed. A trainer that starts here tells it again:
     nobody will redo these records, and a Redis that went back may have lost the words."""
+    base: str = ""
+    """The checkpoint that its incarnation began with; empty: with nothing."""
 
     @property
     def name(self) -> str:
@@ -45,17 +45,45 @@ class Position(msgspec.Struct, frozen=True):
 
 def found(folder: Path) -> list[Path]:
     """The complete checkpoints, by (incarnation, seq) ascending."""
-    return sorted((p.parent for p in folder.glob(f"*/{COMPLETE}")), key=lambda p: tuple(map(int, p.name.split("-"))))
+    return sorted((p.parent for p in folder.glob(f"[0-9]*/{COMPLETE}")), key=_number)
+
+
+def history(folder: Path, incarnation: int | None = None, base: str = "") -> list[Path]:
+    """The complete checkpoints of the history that goes on, ascending: this incarnation's, before them those up to the one that
+    it began with (`base`, where it has none of its own), and so on. None: the newest incarnation that has any.
+
+    What another incarnation wrote behind the checkpoint that was returned to belongs to a history that was left.
+    """
+    known = {_number(path): path for path in found(folder)}
+    if incarnation is None:
+        incarnation = max((number[0] for number in known), default=0)
+    chain: list[Path] = []
+    last: tuple[int, float] = (incarnation, float("inf"))
+    while True:
+        own = [path for number, path in known.items() if number[0] == last[0] and number[1] <= last[1]]
+        if own:
+            base = position(own[-1]).base
+        chain = [*own, *chain]
+        if not base:
+            return chain
+        last, base = _number(Path(base)), ""
 
 
 def newest(folder: Path, incarnation: int | None = None, base: str = "") -> Path | None:
-    """The newest of all; or of this incarnation, and until it has one the checkpoint `base` that it began with."""
-    if incarnation is None:
-        return next(reversed(found(folder)), None)
-    own = [path for path in found(folder) if path.name.startswith(f"{incarnation}-")]
-    if own:
-        return own[-1]
-    return folder / base if base and (folder / base / COMPLETE).exists() else None
+    """The last of the history."""
+    return next(reversed(history(folder, incarnation, base)), None)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a trainer that died left unfinished; the next one does it before it writes."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.is_dir() and not (path / COMPLETE).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _number(path: Path) -> tuple[int, int]:
+    incarnation, _, seq = path.name.partition("-")
+    return int(incarnation), int(seq)
 
 
 def position(folder: Path) -> Position:
@@ -86,13 +114,6 @@ def complete(folder: Path, at: Position) -> None:
     (target / COMPLETE).touch()
     sync(target / COMPLETE)
     sync(folder)
-
-
-@contextmanager
-def writing(folder: Path, at: Position) -> Iterator[Path]:
-    """A temporary folder that becomes the checkpoint, complete, when the block ends well."""
-    yield begin(folder, at)
-    complete(folder, at)
 
 
 def prune(folder: Path, keep: int, every: int = 0) -> None:

@@ -11,15 +11,15 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 import xxhash
 
-from shared.files import checksum
+from shared.files import checksum, link_or_copy
 from shared.wire.codec import Buffer
 
 COMPLETE = "COMPLETE"
@@ -107,11 +107,12 @@ class WeightStore:
         source: str = "live",
         base: str = "",
         ranks: int = 1,
+        say: Callable[[str], None] = lambda text: None,
     ) -> int | None:
         """Writes a version: names of its files, and their bytes in pieces. Returns bytes; 0 if it was complete before.
 
         With several `ranks` the others contribute() theirs; None if one of them has left this version out for a newer one.
-        Waits for: the other ranks' files. OSError (timed out) after RANKS_S.
+        Waits for: the other ranks' files, which may wait for a full disk (`say` is told). TimeoutError after RANKS_S.
         """
         target = self.path(incarnation, version)
         if (target / COMPLETE).exists():
@@ -121,7 +122,7 @@ class WeightStore:
         try:
             shards = tuple(_written(temporary / name, data) for name, data in files)
             for rank in range(1, ranks):
-                theirs = self._contributed(incarnation, version, rank)
+                theirs = self._contributed(incarnation, version, rank, say)
                 if theirs is None:
                     return None
                 shards += theirs
@@ -136,7 +137,7 @@ class WeightStore:
             )
             (temporary / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
             for path in self._parts(incarnation, version).glob("*.safetensors"):
-                path.rename(temporary / path.name)  # last: what fails above is done again
+                link_or_copy(path, temporary / path.name)  # what fails below is done again
             if target.exists():  # an attempt that died before its marker
                 shutil.rmtree(target)
             temporary.rename(target)
@@ -158,17 +159,29 @@ class WeightStore:
         word.write_bytes(msgspec.json.encode(shards))
         word.rename(folder / f"rank-{rank}.json")
 
+    def waiting(self, incarnation: int, version: int, rank: int, text: str) -> None:
+        """The rank's disk is full: rank 0 tells people, and waits as long."""
+        with suppress(OSError):
+            (self._parts(incarnation, version) / f"rank-{rank}.waiting").write_text(text)
+
     def _parts(self, incarnation: int, version: int) -> Path:
         return self.folder / str(incarnation) / f"parts-{version}"
 
-    def _contributed(self, incarnation: int, version: int, rank: int) -> tuple[Shard, ...] | None:
+    def _contributed(self, incarnation: int, version: int, rank: int, say: Callable[[str], None]) -> tuple[Shard, ...] | None:
         """What the rank has written of the version, once it has; None if it has gone on to a newer one."""
+        full, told = self._parts(incarnation, version) / f"rank-{rank}.waiting", False
         word = self._parts(incarnation, version) / f"rank-{rank}.json"
         until = time.monotonic() + RANKS_S
         while not word.exists():
             newer = (int(p.parent.name.partition("-")[2]) for p in word.parents[1].glob(f"parts-*/{word.name}"))
-            if any(number > version for number in newer) and not word.exists():
+            behind = any(number > version for number in newer) or (self.newest(incarnation) or 0) > version
+            if behind and not word.exists():
                 return None
+            if full.exists():
+                until = time.monotonic() + RANKS_S
+                if not told:
+                    say(f"rank {rank}: {full.read_text() or 'no space left'}")
+                    told = True
             if time.monotonic() > until:
                 raise TimeoutError(f"rank {rank} has not written its share of version {version} for {RANKS_S:.0f} s")
             time.sleep(0.002)

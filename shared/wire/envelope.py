@@ -137,8 +137,6 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """train: the slices' groups, in order."""
     pinned: bool = False
     """publish: exactly this version will be asked for; a newer one does not replace it."""
-    records: int = 0
-    """evaluate: how many records are asked for; those that cannot be used are not in the slices."""
     state: bytes = b""
     """checkpoint: the controller's state at this position."""
 

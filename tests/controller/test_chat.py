@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,32 @@ def test_suites_measure_all_that_a_source_has(settings: Settings, model_folder: 
         with pytest.raises(BadInput) as caught:
             prepare(document(model_folder, source, eval=suites), settings)
         assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("body", ["{{ 1 // 0 }}", "{{ range(10**30) | list }}", "{{ messages[0].content + 1 }}"])
+def test_a_template_that_fails_refuses_the_record(model_folder: Path, body: str) -> None:
+    with pytest.raises(BadPrompt, match="refused the messages"):
+        intake(model_folder, body).example(record(talk("a", "b")))
+
+
+def test_nulls_of_a_table_are_as_if_they_were_not_there(settings: Settings, model_folder: Path, tmp_path: Path) -> None:
+    """Where one message has a weight, a table gives all others a null; and a date is no text."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    messages = talk("a", "bb", "c", "dd")
+    messages[1] |= {"weight": 0, "at": datetime(2026, 1, 1, tzinfo=UTC)}
+    pyarrow.parquet.write_table(pa.table({"messages": [messages]}), tmp_path / "data.parquet")
+    params = {"path": str(tmp_path / "data.parquet"), "messages": "messages"}
+    found = open_source(Component(name="parquet", params=params), settings, "data.source").get(0)
+    assert "weight" not in found.prompt[0] and sum(intake(model_folder, CHATML).example(found).mask) == 3
+
+
+def test_whole_conversations_are_no_prompts(settings: Settings, model_folder: Path, tmp_path: Path) -> None:
+    source = rows(tmp_path / "data.jsonl", *([talk("a", "b")] * 4))
+    with pytest.raises(BadInput) as caught:
+        prepare(recipe(model_folder, data__source=source, data__chat=True), settings)
+    assert "data.source record 1" in str(caught.value) and "which sft imitates" in str(caught.value)
 
 
 def test_every_kind_of_file_holds_conversations(settings: Settings, tmp_path: Path) -> None:

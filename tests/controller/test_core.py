@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.controller.lifecycles.admission import launch
 from services.controller.lifecycles.core import balanced
 from services.controller.lifecycles.state import (
+    Append,
     BadRecord,
     Branch,
     Evaluated,
@@ -244,9 +245,9 @@ def test_a_checkpoints_cut_counts_its_batches_and_issues_the_open_groups_again()
     world.send(*(world.completed(world.flights[g]) for g in chosen))
     saved = cut(world.state)
     assert [r.kind for r in saved.root.records] == ["train", "publish", "checkpoint"] and len(saved.open) == 3
-    root = from_cut(saved, incarnation=2)
+    root = from_cut(saved, incarnation=2, seq=9)
     assert (root.batches, root.trained, root.dropped, root.incarnation) == (1, 3, {"restored": 3}, 2)
-    assert root.again == ((3, 1), (4, 1), (5, 1)) and root.outstanding == 0 and balanced(State(root, {}))
+    assert root.seq == 9 and root.again == ((3, 1), (4, 1), (5, 1)) and root.outstanding == 0 and balanced(State(root, {}))
 
 
 def test_pause_stops_admission_and_resume_goes_on() -> None:
@@ -327,6 +328,65 @@ def runs(world: World) -> list[tuple[str, int, int, tuple[float, float, float], 
     return [(run.key, run.done, run.failed, run.loss, run.versions) for run in found]
 
 
+def test_what_a_checkpoints_own_batch_makes_due_is_measured_after_it() -> None:
+    """Also where its record was appended before the batch was trained."""
+    for kind in (
+        plan(**MEASURED, checkpoint_every=2),
+        plan(suites={"a": SuitePlan(at=(), every=2, size=3, scorers=("exact",))}),
+    ):
+        world = World(kind, 0)
+        world.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+        while not any(record.kind == "checkpoint" for record in world.state.root.records):
+            if kind.route:
+                world.send(*(world.completed(group) for group in world.flights.values()))
+            world.send(*(world.trainer() if world.log else ()))
+        saved, world.published = cut(world.state), 2
+        world.state, world.log, world.flights = State(from_cut(saved, 2, 99), {}), [], {}
+        world.send(Started(applied_seq=99, versions={"policy": 2}, published={"policy": 2}, world_size=1))
+        assert "a:step-2" in [run.key for run in world.state.root.evals], world.state.root
+
+
+def test_a_checkpoint_is_the_last_of_its_commit() -> None:
+    """What its state says of the log ends with it: else the history that starts from it begins behind a gap."""
+    world = World(plan(**MEASURED), 0)
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
+    measured = world.trainer()
+    world.send(*measured, Operator(command="checkpoint"), Operator(command="evaluate"))
+    assert [a.kind for a in world.log][-1] == "checkpoint" and world.log[-1].seq == world.state.root.seq
+
+
+def test_a_run_that_would_mix_two_versions_begins_again() -> None:
+    world = World(plan(**MEASURED), 0)
+    world.send(Started(applied_seq=0, versions={"policy": 0}, published={}, world_size=1))
+    world.send(*world.trainer())
+    [run] = world.state.root.evals
+    assert run.done == 3
+    world.version = 1  # a trainer that died, and came to another version when it did its work again
+    while not runs(world):
+        world.send(*world.trainer())
+    assert runs(world)[0] == ("a:start", 7, 0, (14.0, 7.0, 14.0), {"policy": 1})
+
+
+def test_two_checkpoints_under_way_count_the_log_once() -> None:
+    world = started(checkpoint_every=1, log_budget=1000, steps=9)
+    body, late = BodyRef(uri="redis:0/x", nbytes=25), list[Append]()
+    for _ in range(2):
+        for group in list(world.flights.values()):
+            event = world.completed(group)
+            [piece] = event.slices
+            piece = msgspec.structs.replace(piece, head=msgspec.structs.replace(piece.head, body=body))
+            world.send(msgspec.structs.replace(event, slices=(piece,)))
+        saved = [record for record in world.log if record.kind == "checkpoint"]
+        world.log = [record for record in world.log if record.kind != "checkpoint"]
+        while world.log:
+            world.send(*world.trainer())
+        late += saved
+    assert world.state.root.log_bytes == 150
+    for record, left in zip(late, (75, 0), strict=True):
+        world.send(Saved(seq=record.seq))
+        assert world.state.root.log_bytes == left
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_held_out_records_are_measured_in_whole_between_batches(seed: int) -> None:
     """Every record once, whatever the chunks; nothing trains before the version that is measured is done."""
@@ -378,7 +438,7 @@ def test_a_history_that_goes_back_begins_its_evaluations_again() -> None:
             world.send(*world.trainer())
         [run] = world.state.root.evals
         assert run.key == "a:start" and run.issue == 0
-        root = from_cut(cut(world.state), 2)
+        root = from_cut(cut(world.state), 2, 7)
         world.state, world.log, world.flights = State(root, {}), [], {}
         world.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
         [run] = world.state.root.evals

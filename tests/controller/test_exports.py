@@ -12,11 +12,11 @@ import pytest
 
 from shared.agent.storage import storage_id
 from shared.config.settings import Settings
-from shared.weights import checkpoints, exports
+from shared.weights import exports
 from shared.weights.checkpoints import Position
 from shared.weights.store import WeightStore
 from shared.wire.keys import JobKeys
-from tests.conftest import recipe
+from tests.conftest import recipe, saving
 from tests.controller.test_api import api, submit  # noqa: F401  (the fixture)
 
 
@@ -28,9 +28,11 @@ def job(api: httpx.Client, settings: Settings, client: Any, model_folder: Path) 
     for incarnation, versions in ((1, (8, 9, 10)), (2, (6, 7))):
         for version in versions:
             store.publish(incarnation, version, [("model.safetensors", [b"x"])])
-    with checkpoints.writing(settings.checkpoints(found), Position(1, 5, "entry", {"policy": 5})) as folder:
+    with saving(settings.checkpoints(found), Position(1, 5, "entry", {"policy": 5})) as folder:
         (folder / "model.safetensors").write_bytes(b"y")
-    client.hset(JobKeys(found).meta, "incarnation", 2)
+    with saving(settings.checkpoints(found), Position(1, 11, "left", {"policy": 11})):
+        pass  # of the history that was left
+    client.hset(JobKeys(found).meta, mapping={"incarnation": 2, "base": "1-5"})
     return found
 
 
@@ -57,7 +59,7 @@ def test_versions_of_an_abandoned_history_are_not_exported(
         assert refused.status_code == 422 and "versions 5, 6, 7" in refused.text
     assert ask(api, job, version=5).json()["state"] == "waiting"
     found = taken(settings, client)
-    assert found.incarnation == 0 and Path(found.weights) == checkpoints.newest(settings.checkpoints(job))
+    assert found.incarnation == 0 and Path(found.weights) == settings.checkpoints(job) / "1-5"
 
 
 def test_what_is_exported_is_not_collected_meanwhile(

@@ -79,6 +79,8 @@ class World:
                 self.log.append(command)
         self.flights = {g: f for g, f in self.flights.items() if g in self.state.groups}
         self.check(before)
+        if not self.plan.route and any(isinstance(command, Issue) for command in commands):
+            self.send()  # as the runner does
 
     def check(self, before: State) -> None:
         root = self.state.root

@@ -44,6 +44,7 @@ from shared.wire.errors import Poison
 from shared.wire.hops import Filled, Result, Work, hop_writes
 from shared.wire.keys import GROUP, JobKeys, assignment
 from shared.wire.scripts import Write, xadd
+from tests.conftest import saving
 
 LEASE_MS = 600
 POLICY = Policy(lease_s=LEASE_MS / 1000, heartbeat_s=0.15, stall_s=5, max_errors=5, max_lost=40, grace_s=1)
@@ -241,7 +242,7 @@ def _apply(plan: Plan, applied: Applied, link: Link, entry: LogEntry, version: i
         link.report(Published(track="policy", version=version))
     elif entry.kind == "checkpoint":
         position = Position(entry.incarnation, entry.seq, entry.id, {"policy": version}, entry.step, link.words())
-        with checkpoints.writing(plan.settings.checkpoints(plan.job), position) as folder:
+        with saving(plan.settings.checkpoints(plan.job), position) as folder:
             (folder / checkpoints.STATE_FILE).write_bytes(entry.state)
         link.report(Saved(seq=entry.seq))
     link.applied(entry)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from shared.weights import checkpoints
 from shared.weights.store import WeightStore
+from tests.agent.agents import soon
 from tests.conftest import recipe
 from tests.mesh.conftest import Mesh
 
@@ -70,6 +71,15 @@ def test_stopped_after_each_step(mesh: Mesh, model_folder: Path, tail: str, plac
     epochs = [int(root.split(":")[1]) for root in roots]
     assert max(epochs) == {"wrap": 3, "drop": 3, "pad": 2}[tail]
     folder = mesh.state / "jobs" / job / "checkpoints"
+    if tail == "drop":  # of steps that lie behind where the job went back to, the newer history's count
+        restore(mesh, job, 2)
+        mesh.until(job, lambda view: view["step"] >= 3)
+        assert mesh.http.post(f"/v1/jobs/{job}/cancel").status_code == 202
+        soon(lambda: mesh.get(f"/v1/jobs/{job}")["state"] == "cancelled")
+        again = restore(mesh, job)
+        assert again["step"] < STEPS and again["incarnation"] == 3
+        assert outcome(mesh, job) == straight
+        return
     for number, step in enumerate(places, 2):
         assert restore(mesh, job, step) == {"id": job, "step": step, "incarnation": number}
         assert outcome(mesh, job) == straight, f"after step {step}"
@@ -88,10 +98,17 @@ def test_supervised_runs_too(mesh: Mesh, model_folder: Path) -> None:
         view = mesh.done(job)
         return mesh.fingerprint(job, STEPS), {e["tag"]: (e["loss"], e["tokens"], e["failed"]) for e in view["evals"]}
 
-    straight = figures()
+    def measured_at() -> dict[str, float]:
+        return {e["tag"]: e["at"] for e in mesh.get(f"/v1/jobs/{job}")["evals"]}
+
+    straight, before = figures(), measured_at()
     assert len(straight[1]) == 5 and all(tokens == 20 and not failed for _, tokens, failed in straight[1].values())
-    restore(mesh, job, 3)
-    assert figures() == straight
+    for step, anew in ((3, {"step-4", "step-6", "end"}), (4, {"step-4", "step-6", "end"})):
+        restore(mesh, job, step)
+        assert figures() == straight
+        after = measured_at()
+        assert {tag for tag in after if after[tag] != before[tag]} == anew
+        before = after
 
 
 def test_a_trainer_told_to_stop_at_any_time_loses_nothing(mesh: Mesh, model_folder: Path) -> None:

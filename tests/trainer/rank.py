@@ -24,12 +24,13 @@ def main() -> None:
     stack = make_stack(model, dtype, world, **options)
     gradient = gradient_of(stack, make_batch())
     weights = whole(stack)
-    save_file(stack.backend.weights(), folder / f"share-{world.rank}.safetensors")
+    share = stack.backend.weights()
     position = Position(1, 1, "n.1", {"policy": stack.progress.version})
     saver = Saver(folder / "checkpoints", world)
     saver.save(position, stack.state(), {})
     stack.train_track(make_batch(seed=1))
     later = whole(stack)
+    save_file(share, folder / f"share-{world.rank}.safetensors")  # a snapshot, whatever was trained meanwhile
     saver.wait()
     world.barrier()
 

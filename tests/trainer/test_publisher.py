@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,61 @@ def test_a_version_made_again_is_compared_and_stays_as_it_is(tmp_path: Path, cha
     assert told == (
         [] if not change else ["version 3, trained again, differs from the published one: redo_gap 0.25 (largest of a weight)"]
     )
+
+
+@pytest.mark.parametrize("error", [SystemExit("fenced"), RuntimeError("x"), OSError(5, "x")])
+def test_whatever_ends_the_thread_is_raised_where_it_is_waited_for(tmp_path: Path, error: BaseException) -> None:
+    def report(_: Published) -> None:
+        raise error
+
+    publisher = Publisher(WeightStore(tmp_path, "policy"), 1, 2, False, report)
+    publisher.publish(1, {"w": torch.zeros(1)})
+    with pytest.raises(type(error)):
+        publisher.flush(1)
+
+
+def test_a_comparison_that_fails_changes_nothing(tmp_path: Path) -> None:
+    store, said = WeightStore(tmp_path, "policy"), list[int]()
+    store.publish(1, 3, [("model.safetensors", [b"no tensors"])])
+    publisher = Publisher(store, 1, 2, False, lambda event: said.append(event.version))
+    publisher.publish(3, {"w": torch.zeros(1)})
+    publisher.flush(3)
+    assert said == [3]
+
+
+def test_a_rank_without_space_is_told_of_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.files.PAUSE_S", 0.05)
+    store, told = WeightStore(tmp_path, "policy"), list[str]()
+    plain, tries = store.contribute, count()
+
+    def full(*share: Any) -> None:
+        (tmp_path / "policy" / "1" / "parts-1").mkdir(parents=True, exist_ok=True)
+        if next(tries) < 3:
+            raise OSError(28, "No space left on device")
+        plain(*share)
+
+    monkeypatch.setattr(store, "contribute", full)
+    one, two = (Publisher(store, 1, 2, False, lambda event: None, say=told.append, rank=r, ranks=2) for r in range(2))
+    for publisher in (two, one):
+        publisher.publish(1, {f"t{publisher.rank}": torch.zeros(1)})
+    one.flush(1)
+    assert store.versions(1) == [1] and len(told) == 1 and "rank 1: no space left" in told[0]
+
+
+def test_a_version_whose_completion_fails_is_completed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shares of other ranks are still there when rank 0 does its part again."""
+    monkeypatch.setattr("shared.files.PAUSE_S", 0.05)
+    store, said = WeightStore(tmp_path, "policy"), list[int]()
+    plain, tries = Path.rename, count()
+
+    def rename(path: Path, target: Path) -> Any:
+        if Path(target).name == "v1" and next(tries) < 2:
+            raise OSError(28, "No space left on device")
+        return plain(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    one, two = ranks(store, said, 2)
+    for publisher in (one, two):
+        publisher.publish(1, {f"t{publisher.rank}": torch.zeros(1)})
+    one.flush(1)
+    assert {name for path in store.open(1, 1) for name in load_file(path)} == {"t0", "t1"} and said == [1]

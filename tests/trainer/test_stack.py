@@ -32,12 +32,13 @@ from shared.config import algorithms
 from shared.config.sections import Lora, Optimizer, Placement, Train
 from shared.models import lora
 from shared.models.ar import packed
-from shared.models.ar.bundle import add_critic, assign, exported, load
+from shared.models.ar.bundle import add_critic, assign, load
 from shared.types import ARSamplingParams, Sample, TextSegment
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
 from shared.wire import codec
 from shared.wire.envelope import PartHead, SliceHead, TrainSlice
+from tests.conftest import own_tensors, saving
 
 PARAMS = ARSamplingParams(max_new_tokens=8)
 
@@ -372,9 +373,31 @@ def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> 
     assert all(torch.equal(mine[n], theirs[n]) for n in mine)
 
 
+def test_the_history_that_goes_on(tmp_path: Path) -> None:
+    """Back to 1-2 and on, back to 2-5 and on: what was written behind those is of other histories."""
+    given = (("1-1", ""), ("1-2", ""), ("1-3", ""), ("2-4", "1-2"), ("2-5", "1-2"), ("2-6", "1-2"), ("3-9", "2-5"))
+    for name, base in given:
+        incarnation, seq = map(int, name.split("-"))
+        with saving(tmp_path, Position(incarnation, seq, "x", {}, base=base)):
+            pass
+
+    def names(*how: Any) -> list[str]:
+        return [path.name for path in checkpoints.history(tmp_path, *how)]
+
+    assert names() == names(3) == ["1-1", "1-2", "2-4", "2-5", "3-9"]
+    assert names(4, "2-6") == ["1-1", "1-2", "2-4", "2-5", "2-6"] and names(4, "3-9") == names()
+    assert (
+        names(1) == ["1-1", "1-2", "1-3"] and names(4, "") == [] and checkpoints.newest(tmp_path, 4, "1-1") == tmp_path / "1-1"
+    )
+    (tmp_path / ".3-12").mkdir()
+    (tmp_path / "3-11").mkdir()
+    checkpoints.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name for name, _ in given)
+
+
 def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path) -> None:
     for seq in (1, 2, 10):
-        with checkpoints.writing(tmp_path, Position(1, seq, "x", {})):
+        with saving(tmp_path, Position(1, seq, "x", {})):
             pass
     assert checkpoints.newest(tmp_path) == tmp_path / "1-10"
     (tmp_path / "1-10" / checkpoints.COMPLETE).unlink()
@@ -385,7 +408,7 @@ def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path) -> None:
 
 def test_a_version_that_does_not_fit_is_refused_by_name(model_folder: Path) -> None:
     bundle = load(model_folder, None)
-    state = exported(bundle.model.state_dict(), bundle.tied)
+    state = own_tensors(bundle)
     assert "lm_head.weight" not in state or "model.embed_tokens.weight" not in state
     name = "model.norm.weight"
     with pytest.raises(ValueError, match=f"lacks 1 tensors, the first is {name}"):

@@ -103,9 +103,10 @@ def _source(core: Core, doc: JobDoc, wanted: Wanted) -> tuple[int, int, Path]:
     track = doc.plan.tracks[0]
     store = WeightStore(core.settings.weights(doc.id), track)
     kept: dict[int, tuple[int, Path]] = {}
-    for folder in checkpoints.found(core.settings.checkpoints(doc.id)):
+    number, base = core.client.hmget(JobKeys(doc.id).meta, "incarnation", "base")
+    incarnation = int(number or 1)
+    for folder in checkpoints.history(core.settings.checkpoints(doc.id), incarnation, (base or b"").decode()):
         kept[checkpoints.position(folder).versions[track]] = 0, folder
-    incarnation = int(core.client.hget(JobKeys(doc.id).meta, "incarnation") or 1)
     kept |= {version: (incarnation, store.path(incarnation, version)) for version in store.versions(incarnation)}
     if not kept:
         raise HTTPException(409, "the job has no complete version yet")

@@ -64,7 +64,7 @@ class ChatTemplate:
         By the template's own generation marks; without any, by what rendering up to and with each turn adds. BadChat if the
         template renders a turn otherwise in a longer conversation (some leave out earlier reasoning).
         """
-        if re.search(f"[{BEGIN}{END}]", json.dumps(messages, ensure_ascii=False)):
+        if re.search(f"[{BEGIN}{END}]", json.dumps(messages, ensure_ascii=False, default=str)):
             raise BadChat("the messages hold U+FDD0 or U+FDD1, which are no characters")
         marked = self._render(messages, False)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -100,7 +100,7 @@ class ChatTemplate:
     def _render(self, messages: Messages, begin: bool) -> str:
         try:
             return str(self.template.render(messages=messages, add_generation_prompt=begin, **self.words))
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # templates compute, and may fail as any program does
             raise BadChat(f"the chat template refused the messages: {error}") from error
 
 

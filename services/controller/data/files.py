@@ -36,7 +36,7 @@ def record_of(value: dict[str, Any], columns: Columns, error: Callable[[Any, str
         what, legal = ("prompt", "text or messages, not empty") if talk is None else ("conversation", "messages, not empty")
         raise error(repr(prompt)[:80], f"field {field!r} holds no {what}", legal)
     if isinstance(prompt, list):
-        _check_messages(prompt, field, error)
+        prompt = _messages(prompt, field, error)
     target = value[columns.target] if columns.target else None
     if columns.target and not isinstance(target, str):
         raise error(target, f"field {columns.target!r} holds no target text", "text")
@@ -47,11 +47,13 @@ def record_of(value: dict[str, Any], columns: Columns, error: Callable[[Any, str
     return Record(prompt=prompt, target=target, conversation=talk is not None, metadata=rest)
 
 
-def _check_messages(messages: list[Any], field: str, error: Callable[[Any, str, str], BadInput]) -> None:
+def _messages(messages: list[Any], field: str, error: Callable[[Any, str, str], BadInput]) -> list[dict[str, Any]]:
+    """Without the keys that a table fills with nulls where other rows have them."""
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             what = f"message {number} in field {field!r} has no role"
             raise error(repr(message)[:80], what, "objects with role and content")
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
 
 
 def plain(path: Path, cache: Path, digest: str) -> Path:

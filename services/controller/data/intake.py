@@ -51,7 +51,10 @@ class Intake:
     def __init__(self, files: Path, data: Data, max_new_tokens: int) -> None:
         """BadInput if the recipe asks for a chat template that the model does not have, or leaves no room for a prompt."""
         self.data, self.files = data, files
-        self.tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more exact
+            raise bad("model.path", str(files), f"its tokenizer cannot be read: {error}", "a model folder") from error
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.config = json.loads((files / "config.json").read_text())
@@ -102,7 +105,9 @@ class Intake:
         return value.get("content") if isinstance(value, dict) else value
 
     def prompt(self, record: Record) -> Prompt:
-        """BadPrompt if it is empty or longer than the context leaves."""
+        """BadPrompt if it is empty or longer than the context leaves, or the record holds answers too."""
+        if record.conversation:
+            raise BadPrompt("the record is a whole conversation, which sft imitates: name the prompt's field instead")
         text = self.render(record)
         try:
             tokens = list(self.tokenizer.encode(text, add_special_tokens=not self.data.chat).ids)

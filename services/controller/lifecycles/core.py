@@ -48,6 +48,7 @@ from shared.wire.envelope import (
     Trained,
 )
 
+replace = msgspec.structs.replace
 MOST_DYING = 64
 """Where so many groups die one after the other (and four batches), what is wrong is not the prompts."""
 RootOf = Callable[[int], str]
@@ -77,6 +78,8 @@ class Transition:
         self.now, self.nonce, self.root_of = now, nonce, root_of
         self.commands: list[Command] = []
         self.wants_checkpoint = False
+        self.new: set[str] = set()
+        """Groups that were issued in this fold: whether their records can be used is not known yet."""
 
     def set(self, **changes: Any) -> None:
         self.root = msgspec.structs.replace(self.root, **changes)
@@ -204,8 +207,10 @@ class Transition:
         waiting = [group.shelf for group in self.groups.values()]
         below = min([record.shelf, *untrained, *waiting, *(run.shelf for run in self.root.evals)])
         self.commands.append(Covered(seq, self.root.swept, below))
+        left = tuple(r for r in self.root.records if r is not record)
+        later = {r.seq for r in left if r.kind == "checkpoint"}  # they had counted what this one has made needless
         self.set(
-            records=tuple(r for r in self.root.records if r is not record),
+            records=tuple(replace(r, nbytes=max(0, r.nbytes - record.nbytes)) if r.seq in later else r for r in left),
             saved_seq=seq,
             log_bytes=self.root.log_bytes - record.nbytes,
             swept=max(below, self.root.swept),
@@ -269,10 +274,10 @@ class Transition:
                 self.form_batch()
             if self.root.batches >= self.plan.steps:
                 self.finish()
-        if self.wants_checkpoint and self.root.phase == "running":
-            self.append("checkpoint")  # last: its state is that of the end of this commit
         if not self.plan.route and self.root.phase in ("running", "finishing"):
             evaluation.ask(self)
+        if self.wants_checkpoint and self.root.phase == "running":
+            self.append("checkpoint")  # last: its state is that of the end of this commit
         if self.root.phase == "finishing":
             self.conclude()
 
@@ -297,6 +302,7 @@ class Transition:
             if not self.plan.route:  # nothing to roll out: the record is ready as it is
                 group = msgspec.structs.replace(group, slices=(), ready_at=self.now, order=self.root.issued)
             self.groups[group.gid] = group
+            self.new.add(group.gid)
             self.set(issued=self.root.issued + 1)
             self.commands.append(Issue(group))
 
@@ -310,7 +316,7 @@ class Transition:
     def form_batch(self) -> None:
         if any(r.kind == "train" for r in self.root.records):
             return
-        ready = complete(self.groups)
+        ready = [group for group in complete(self.groups) if group.gid not in self.new]
         if len(ready) < self.plan.batch_size or self.root.batches >= self.plan.steps:
             return
         chosen = sorted(ready, key=lambda g: g.order)[: self.plan.batch_size]
@@ -349,6 +355,7 @@ class Transition:
             stats=batch_stats(self.plan, self.root, groups) if groups else {},
             nbytes=self.root.log_bytes if kind == "checkpoint" else 0,
             rows=command.rows[1] - command.rows[0],
+            run=command.run,
         )
         kept = self.root.records if kind == "stop" else (*self.root.records, record)
         grown = sum(head.body.nbytes for g in groups for head in g.slices or () if head.body is not None)

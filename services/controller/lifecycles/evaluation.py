@@ -62,11 +62,13 @@ def begin_again(step: Transition, versions: Mapping[str, int]) -> None:
 
 
 def resume(step: Transition) -> None:
-    """What was under way at the checkpoint that the job has come back to is begun again."""
+    """What was under way at the checkpoint that the job has come back to is begun again, and what its own batch makes due."""
     runs = step.root.evals
     step.set(evals=())
     for run in runs:
         begin(step, run.suite, run.tag, issue=run.issue + 1)
+    if step.root.batches:
+        after_batch(step)
 
 
 def ask(step: Transition) -> None:
@@ -80,7 +82,7 @@ def ask(step: Transition) -> None:
     waiting = sum(r.kind == "evaluate" for r in step.root.records)
     while waiting < AHEAD and run.asked < run.size:
         rows = run.asked, min(run.size, run.asked + suite.batch_size)
-        step.append("evaluate", suite=run.suite, rows=rows)
+        step.append("evaluate", suite=run.suite, rows=rows, run=(run.key, run.issue))
         run = msgspec.structs.replace(run, asked=rows[1])
         waiting += 1
     step.set(evals=(run, *step.root.evals[1:]))
@@ -97,7 +99,13 @@ def measured(step: Transition, event: Measured) -> None:
         step.commands.append(Restore(f"record {event.seq} is {record.id}, the trainer applied {event.id}"))
         return
     step.set(records=tuple(r for r in step.root.records if r is not record))
-    run = step.root.evals[0]
+    run = next((r for r in step.root.evals if (r.key, r.issue) == record.run), None)
+    if run is None:
+        return  # it was begun again meanwhile
+    if run.done and run.versions != event.versions:
+        step.set(evals=tuple(r for r in step.root.evals if r is not run))
+        begin(step, run.suite, run.tag, issue=run.issue + 1)
+        return
     total, weight, tokens = run.loss
     run = msgspec.structs.replace(
         run,

@@ -137,7 +137,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     """checkpoint: bytes of the retained log that it makes needless."""
     rows: int = 0
-    """evaluate: records of the run that is under way."""
+    """evaluate: how many records of a run."""
+    run: tuple[str, int] = ("", 0)
+    """evaluate: the run's key and issue."""
 
 
 class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,6 +269,8 @@ class Append(msgspec.Struct, frozen=True):
     suite: str = ""
     rows: tuple[int, int] = (0, 0)
     """evaluate: these records of the suite."""
+    run: tuple[str, int] = ("", 0)
+    """evaluate: the run's key and issue."""
 
 
 class Close(msgspec.Struct, frozen=True):

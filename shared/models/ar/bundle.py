@@ -102,11 +102,6 @@ def assign(model: Any, state: Mapping[str, torch.Tensor]) -> None:
         raise ValueError(f"the version lacks {len(missing)} tensors, the first is {missing[0]}")
 
 
-def exported(state: Mapping[str, torch.Tensor], tied: frozenset[str]) -> dict[str, torch.Tensor]:
-    """What is saved of a state dict: every tensor once, contiguous, on the CPU."""
-    return {name: value.detach().cpu().contiguous() for name, value in state.items() if name not in tied}
-
-
 def copy_tokenizer(files: Path, target: Path) -> None:
     """What save_pretrained of a model does not write."""
     for pattern in SIDE_FILES[1:]:

@@ -1,0 +1,145 @@
+"""What engines share: a thread that gathers what was submitted in batches that the engine chooses, and tells what has ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from services.rollout.engines.base import Done, Outcome, Slice
+
+HAND_OVER_S = 0.02
+"""Slices that end within so long are handed over together: handing over takes CPU time from the rows that go on."""
+
+
+class Item(NamedTuple):
+    samples: Slice
+    alone: bool
+    place: int
+    """Among those submitted with it."""
+    done: Done
+
+
+class BatchingEngine:
+    """Subclasses say which waiting slices make the next batch, and compute it.
+
+    Waits for: submits. Unblocked by: submit(), close().
+    """
+
+    def __init__(self, max_rows: int, wait_ms: float) -> None:
+        self.max_rows, self.wait_ms = max_rows, wait_ms
+        self.queue: SimpleQueue[list[Item] | None] = SimpleQueue()
+        self.waiting: list[Item] = []
+        self.progress = time.monotonic()
+        self.quiet = threading.Condition()
+        self.running = 0
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+
+    def choose(self) -> list[Item]:
+        """The next batch, taken out of `waiting`, which is not empty."""
+        raise NotImplementedError
+
+    def generate(self, batch: list[Item], held: Held) -> None:
+        """Fills the batch's slices; `held.ended` takes each of them as soon as it is done."""
+        raise NotImplementedError
+
+    def submit(self, slices: Sequence[Slice], done: Done, alone: bool = False) -> None:
+        with self.quiet:
+            self.running += len(slices)
+        self.queue.put([Item(samples, alone, place, done) for place, samples in enumerate(slices)])
+
+    def capacity(self) -> int:
+        return self.max_rows
+
+    def wait_until_idle(self) -> None:
+        """Until what has been submitted is filled."""
+        with self.quiet:
+            self.quiet.wait_for(lambda: self.running == 0)
+
+    def progressed(self) -> float:
+        return self.progress
+
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join(5)
+
+    def _run(self) -> None:
+        """Waits for a submit, then `wait_ms` for more like it."""
+        while (batch := self._gather()) is not None:
+            self.progress = time.monotonic()
+            held = Held(batch)
+            try:
+                self.generate(batch, held)
+                held.hand_over()
+            except Exception as error:  # the thread's outer loop: whatever a model raises belongs to these slices
+                held.failed(error)
+            with self.quiet:
+                self.running -= len(batch)
+                self.quiet.notify_all()
+
+    def _gather(self) -> list[Item] | None:
+        if not self.waiting:
+            first = self.queue.get()
+            if first is None:
+                return None
+            self.waiting += first
+        deadline = time.monotonic() + self.wait_ms / 1000
+        while sum(rows(item.samples) for item in self.waiting) < self.max_rows:
+            try:
+                items = self.queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                break
+            if items is None:
+                self.queue.put(None)
+                break
+            self.waiting += items
+        return self.choose()
+
+    def taken(self, chosen: list[Item]) -> list[Item]:
+        """The chosen ones, which no longer wait."""
+        gone = {id(item) for item in chosen}
+        self.waiting = [item for item in self.waiting if id(item) not in gone]
+        return chosen
+
+
+class Held:
+    """The slices of a batch that have ended, and those that are still open."""
+
+    def __init__(self, batch: Sequence[Item]) -> None:
+        self.open = dict(enumerate(batch))
+        self.done: list[tuple[Item, Outcome]] = []
+        self.since = 0.0
+
+    def ended(self, place: int, samples: Slice) -> None:
+        self.since = self.since if self.done else time.monotonic()
+        self.done.append((self.open.pop(place), samples))
+
+    def maybe(self, now: float) -> None:
+        """Hands over what has waited long enough."""
+        if self.done and now - self.since > HAND_OVER_S:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        tell(self.done)
+        self.done.clear()
+
+    def failed(self, error: Exception) -> None:
+        """What has ended is good; the rest has this error."""
+        tell([*self.done, *((item, error) for item in self.open.values())])
+        self.done.clear()
+
+
+def tell(outcomes: Sequence[tuple[Item, Outcome]]) -> None:
+    """Those that were submitted together hear of their slices together."""
+    by_call: dict[int, tuple[Done, list[tuple[int, Outcome]]]] = {}
+    for item, outcome in outcomes:
+        by_call.setdefault(id(item.done), (item.done, []))[1].append((item.place, outcome))
+    for done, found in by_call.values():
+        done(found)
+
+
+def rows(samples: Slice) -> int:
+    return sum(len(s.frontier) for s in samples)

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from services.controller.jobs import JobDoc
-from services.controller.lifecycles.core import ledger
-from services.controller.lifecycles.state import Group, Plan, Root
+from services.controller.lifecycles.state import Group, Plan, Root, ledger
 from shared.wire.codec import unpack
 from shared.wire.envelope import ENDED
 from shared.wire.keys import UNFILLED, JobKeys

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from services.controller.lifecycles import DOMAINS, parse
-from services.controller.lifecycles.core import advance, balanced
-from services.controller.lifecycles.state import Append, Event, Group, Issue, Plan, Root, State, Tick
+from services.controller.lifecycles.core import advance
+from services.controller.lifecycles.state import Append, Event, Group, Issue, Plan, Root, State, Tick, balanced
 from services.controller.scoring import train_slices
 from services.rollout.handler import filled
 from services.trainer.batch import Batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from services.controller.lifecycles.core import advance, balanced, ledger
+from services.controller.lifecycles.core import advance
 from services.controller.lifecycles.state import (
     Append,
     Branch,
@@ -17,6 +17,8 @@ from services.controller.lifecycles.state import (
     Root,
     State,
     Tick,
+    balanced,
+    ledger,
 )
 from shared.types.ids import root_id
 from shared.wire.envelope import (

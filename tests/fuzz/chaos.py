@@ -25,8 +25,7 @@ from typing import Any
 import redis
 
 from services.controller.jobs import create, prepare
-from services.controller.lifecycles.core import balanced
-from services.controller.lifecycles.state import Group, Root, State
+from services.controller.lifecycles.state import Group, Root, State, balanced
 from shared.config.settings import Settings
 from shared.weights import checkpoints
 from shared.wire.client import answered, connect

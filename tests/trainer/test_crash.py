@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from services.controller.jobs import create, prepare
-from services.controller.lifecycles.core import balanced
+from services.controller.lifecycles.state import balanced
 from services.controller.runner import Runner
 from services.trainer import checkpoint
 from services.trainer.batch import Batch

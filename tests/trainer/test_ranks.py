@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: idling is no time-out, a slow rank is waited for, a stuck one ends all of them."""
+"""Ranks: several equal one, idling is no time-out, a slow rank is waited for, a stuck one ends all of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.checkpoint import Saver
 from shared.config.sections import Placement
-from tests.trainer.test_stack import free_port, make_batch, make_stack, whole
+from shared.weights import checkpoints
+from shared.weights.checkpoints import Position
+from tests.trainer.test_stack import distance, flat, free_port, gradient_of, make_batch, make_stack, whole
 
 TIMEOUT_S = 2.0
 
@@ -108,3 +112,74 @@ def test_worlds_that_can_be() -> None:
     assert Placement(trainer_ranks=3).mesh() == (1, 3) and Placement(trainer_ranks=3, sharding="no_shard").mesh() == (3, 1)
     assert Placement(trainer_ranks=8, sharding="hybrid").mesh() == (2, 4)
     assert Placement(trainer_ranks=8, sharding="hybrid", shard_ranks=2).mesh() == (4, 2)
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "full": {"num_updates_per_batch": 3, "micro_batch_size": 2, "ema": {"schedule": "constant", "decay": 0.5}},
+    "supervised": {"num_updates_per_batch": 3, "micro_batch_size": 2, "algorithm": "cross_entropy"},
+    "ppo on fewer rows than ranks": {"num_updates_per_batch": 12, "micro_batch_size": 2, "algorithm": "ppo"},
+    "a copy each": {"micro_batch_size": 2, "placement": {"sharding": "no_shard"}, "activation_checkpointing": True},
+    "hybrid": {"micro_batch_size": 1, "placement": {"sharding": "hybrid"}, "world": 4},
+    "packed adapters": {
+        "num_updates_per_batch": 3,
+        "micro_batch_tokens": 24,
+        "replay": "packed",
+        "lora": {"rank": 2, "alpha": 4},
+    },
+}
+
+
+BOTH = ("full", "packed adapters")
+"""Those that are compared in fp32 too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "limit"),
+    [(name, *how) for name in RANKS for how in [("float64", 1e-10), ("float32", 1e-5)] if name in BOTH or how[1] < 1e-5],
+)
+def test_ranks_equal_one(model_folder: Path, tmp_path: Path, name: str, dtype: str, limit: float) -> None:
+    """FSDP2 on gloo: gradient, updated weights, checkpoint and version as with one rank."""
+    options = dict(RANKS[name])
+    size = options.pop("world", 2)
+    one = make_stack(model_folder, dtype, **options)
+    gradient = gradient_of(one, make_batch())
+    weights = flat(whole(one))
+    Saver(tmp_path / "one", one.world).save(Position(1, 1, "n.1", {}), one.state(), {})
+    for port in (free_port(),):
+        command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path), json.dumps(options)]
+        env = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": "1",
+        }
+        while not (tmp_path / "one" / "1-1" / checkpoints.COMPLETE).exists():
+            time.sleep(0.01)
+        ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(size)]
+        assert [process.wait(120) for process in ranks] == [0] * size
+    found = torch.load(tmp_path / "rank0.pt", weights_only=True)
+    assert distance(found["gradient"], gradient) < limit
+    assert distance(found["weights"], weights) < limit
+    assert json.loads((tmp_path / "metrics.json").read_text())["updates"] == one.progress.version
+    resumed = torch.load(tmp_path / "resumed.pt", weights_only=True)
+    assert torch.equal(resumed["weights"], found["later"]), "a sharded checkpoint goes on exactly"
+    assert torch.equal(resumed["resharded"], weights), "two ranks read what one has written"
+    shares = [load_file(tmp_path / f"share-{rank}.safetensors") for rank in range(size)]
+    version = one.backend.weights()
+    assert sorted(n for share in shares for n in share) == sorted(version), "every tensor is in one share"
+    assert all(distance_or_zero(value, version[n]) < limit for share in shares for n, value in share.items())
+    assert bool(shares[1]) == ("lora" not in options)
+    other = make_stack(model_folder, dtype, **options)
+    other.load(tmp_path / "checkpoints" / "1-1")
+    assert torch.equal(flat(whole(other)), found["weights"]), "and the other way"
+    if options.get("algorithm") == "cross_entropy":
+        opened = [json.loads((tmp_path / f"opened-{rank}.json").read_text()) for rank in range(2)]
+        assert sorted(opened[0] + opened[1]) == list(range(8)), "each rank opens its own rows' bodies alone"
+        measured = json.loads((tmp_path / "measured.json").read_text())
+        np.testing.assert_allclose(measured, one.measure(make_batch(rows=7, group=1)), rtol=limit)
+    for name, value in other.state().tensors.items():
+        assert name == "rng" or distance_or_zero(value, one.state().tensors[name]) < limit, name
+
+
+def distance_or_zero(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm()) if b.norm() else float(a.norm())

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from safetensors.torch import load_file
 
 from services.trainer import planner, publisher
 from services.trainer.algorithms.cross_entropy import CrossEntropy
@@ -127,77 +121,6 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path
     for size in (1, 3, 5):
         stack = make_stack(model_folder, dtype, algorithm=algorithm, micro_batch_size=size)
         assert distance(gradient_of(stack, make_batch()), whole) < limit
-
-
-RANKS: dict[str, dict[str, Any]] = {
-    "full": {"num_updates_per_batch": 3, "micro_batch_size": 2, "ema": {"schedule": "constant", "decay": 0.5}},
-    "supervised": {"num_updates_per_batch": 3, "micro_batch_size": 2, "algorithm": "cross_entropy"},
-    "ppo on fewer rows than ranks": {"num_updates_per_batch": 12, "micro_batch_size": 2, "algorithm": "ppo"},
-    "a copy each": {"micro_batch_size": 2, "placement": {"sharding": "no_shard"}, "activation_checkpointing": True},
-    "hybrid": {"micro_batch_size": 1, "placement": {"sharding": "hybrid"}, "world": 4},
-    "packed adapters": {
-        "num_updates_per_batch": 3,
-        "micro_batch_tokens": 24,
-        "replay": "packed",
-        "lora": {"rank": 2, "alpha": 4},
-    },
-}
-
-
-BOTH = ("full", "packed adapters")
-"""Those that are compared in fp32 too."""
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "limit"),
-    [(name, *how) for name in RANKS for how in [("float64", 1e-10), ("float32", 1e-5)] if name in BOTH or how[1] < 1e-5],
-)
-def test_ranks_equal_one(model_folder: Path, tmp_path: Path, name: str, dtype: str, limit: float) -> None:
-    """FSDP2 on gloo: gradient, updated weights, checkpoint and version as with one rank."""
-    options = dict(RANKS[name])
-    size = options.pop("world", 2)
-    one = make_stack(model_folder, dtype, **options)
-    gradient = gradient_of(one, make_batch())
-    weights = flat(whole(one))
-    Saver(tmp_path / "one", one.world).save(Position(1, 1, "n.1", {}), one.state(), {})
-    for port in (free_port(),):
-        command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path), json.dumps(options)]
-        env = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(size),
-            "OMP_NUM_THREADS": "1",
-        }
-        while not (tmp_path / "one" / "1-1" / checkpoints.COMPLETE).exists():
-            time.sleep(0.01)
-        ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(size)]
-        assert [process.wait(120) for process in ranks] == [0] * size
-    found = torch.load(tmp_path / "rank0.pt", weights_only=True)
-    assert distance(found["gradient"], gradient) < limit
-    assert distance(found["weights"], weights) < limit
-    assert json.loads((tmp_path / "metrics.json").read_text())["updates"] == one.progress.version
-    resumed = torch.load(tmp_path / "resumed.pt", weights_only=True)
-    assert torch.equal(resumed["weights"], found["later"]), "a sharded checkpoint goes on exactly"
-    assert torch.equal(resumed["resharded"], weights), "two ranks read what one has written"
-    shares = [load_file(tmp_path / f"share-{rank}.safetensors") for rank in range(size)]
-    version = one.backend.weights()
-    assert sorted(n for share in shares for n in share) == sorted(version), "every tensor is in one share"
-    assert all(distance_or_zero(value, version[n]) < limit for share in shares for n, value in share.items())
-    assert bool(shares[1]) == ("lora" not in options)
-    other = make_stack(model_folder, dtype, **options)
-    other.load(tmp_path / "checkpoints" / "1-1")
-    assert torch.equal(flat(whole(other)), found["weights"]), "and the other way"
-    if options.get("algorithm") == "cross_entropy":
-        opened = [json.loads((tmp_path / f"opened-{rank}.json").read_text()) for rank in range(2)]
-        assert sorted(opened[0] + opened[1]) == list(range(8)), "each rank opens its own rows' bodies alone"
-        measured = json.loads((tmp_path / "measured.json").read_text())
-        np.testing.assert_allclose(measured, one.measure(make_batch(rows=7, group=1)), rtol=limit)
-    for name, value in other.state().tensors.items():
-        assert name == "rng" or distance_or_zero(value, one.state().tensors[name]) < limit, name
-
-
-def distance_or_zero(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm()) if b.norm() else float(a.norm())
 
 
 def free_port() -> int:

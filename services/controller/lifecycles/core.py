@@ -26,7 +26,6 @@ from services.controller.lifecycles.state import (
     Plan,
     Record,
     Restore,
-    Root,
     State,
     Stepped,
     Tick,
@@ -386,21 +385,3 @@ def complete(groups: Mapping[str, Group]) -> list[Group]:
 def missing(plan: Plan, state: State) -> int:
     """How many groups the next batch lacks."""
     return plan.batch_size - len(complete(state.groups))
-
-
-def ledger(root: Root) -> dict[str, Any]:
-    """issued = trained + dropped (by reason) + dead + in flight; `balanced` says whether the open groups agree."""
-    return {
-        "issued": root.issued,
-        "trained": root.trained,
-        "dropped": dict(root.dropped),
-        "dead": root.dead,
-        "in_flight": root.outstanding,
-    }
-
-
-def balanced(state: State) -> bool:
-    """Every gid has exactly one fate: what the counters call in flight is exactly what is open or in training."""
-    open_groups = sum(g.kind == "train" for g in state.groups.values())
-    in_training = sum(len(r.gids) for r in state.root.records)
-    return state.root.outstanding == open_groups + in_training

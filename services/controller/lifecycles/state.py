@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -235,6 +235,24 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class State(msgspec.Struct, frozen=True):
     root: Root
     groups: dict[str, Group]
+
+
+def ledger(root: Root) -> dict[str, Any]:
+    """issued = trained + dropped (by reason) + dead + in flight; `balanced` says whether the open groups agree."""
+    return {
+        "issued": root.issued,
+        "trained": root.trained,
+        "dropped": dict(root.dropped),
+        "dead": root.dead,
+        "in_flight": root.outstanding,
+    }
+
+
+def balanced(state: State) -> bool:
+    """Every gid has exactly one fate: what the counters call in flight is exactly what is open or in training."""
+    open_groups = sum(g.kind == "train" for g in state.groups.values())
+    in_training = sum(len(r.gids) for r in state.root.records)
+    return state.root.outstanding == open_groups + in_training
 
 
 class Tick(msgspec.Struct, frozen=True):

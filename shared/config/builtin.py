@@ -120,6 +120,16 @@ class Engine(Params):
     """Prompts of one forward pass differ in length by at most this factor."""
 
 
+class Diffusers(Params):
+    forward_batch_size: int = pydantic.Field(16, ge=1)
+    """Most pictures of one forward pass."""
+    batch_wait_ms: float = pydantic.Field(0.0, ge=0)
+    trajectory_dtype: Literal["float32", "float16"] = "float32"
+    """Of the stored points, and of the path itself."""
+    cached_prompts: int = pydantic.Field(4096, ge=1)
+    """Encoded prompts that are kept."""
+
+
 class Columns(Params):
     """Which fields of a row mean what; all others become its metadata."""
 

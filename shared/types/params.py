@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -43,11 +45,20 @@ class DiffusionSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """`num_inference_steps + 1` values, descending; None only before the controller has pinned them."""
     sde_indices: tuple[int, ...] | None = None
     """Steps that draw noise; None is every step, an empty tuple is none."""
+    kernel: Literal["flow", "dance", "cps"] = "flow"
+    """Of the steps that draw."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    shared_noise: bool = False
+    """The samples of a prompt begin with the same noise."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_inference_steps < 1:
             raise ValueError(f"num_inference_steps {self.num_inference_steps}: must be at least 1")
+        outside = [i for i in self.sde_indices or () if not 0 <= i < self.num_inference_steps]
+        if outside:
+            raise ValueError(f"sde_indices {outside}: must be 0 to {self.num_inference_steps - 1}")
         if self.sigmas is not None and len(self.sigmas) != self.num_inference_steps + 1:
             raise ValueError(f"sigmas: {len(self.sigmas)} values, must be {self.num_inference_steps + 1}")
 

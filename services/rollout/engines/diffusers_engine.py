@@ -1,0 +1,215 @@
+"""The `diffusers` engine: prompts become latent trajectories and pixels, in batches of requests that are alike."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.rollout.engines.batching import BatchingEngine, Held, Item, rows
+from shared.config.builtin import Diffusers as Params
+from shared.models.diffusion.family import Conditions, Family
+from shared.models.tensors import decode
+from shared.sde import loop
+from shared.sde.seeds import noise_groups
+from shared.types.params import DiffusionSamplingParams
+from shared.types.part import Media, Part
+from shared.types.sample import Sample
+from shared.types.segments import LatentSegment
+from shared.wire.codec import Buffer
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class DiffusersEngine(BatchingEngine):
+    """Sigmas and noise are the request's: whoever computes a sample makes the same picture."""
+
+    def __init__(self, family: Family, pipe: Any, params: Params) -> None:
+        """`pipe`: the whole pipeline, its parts where they are to compute."""
+        self.family, self.pipe, self.params = family, pipe, params
+        self.model = family.model(pipe)
+        self.version = -1
+        self.encoded: OrderedDict[str, Conditions] = OrderedDict()
+        """By prompt, one row each, on the CPU: the encoders are not trained."""
+        super().__init__(params.forward_batch_size, params.batch_wait_ms)
+
+    def load(self, files: Sequence[tuple[str, Buffer]]) -> dict[str, Tensor]:
+        found = [decode(data) for name, data in files if name.endswith(".safetensors")]
+        return {name: value for tensors in found for name, value in tensors.items()}
+
+    def adopt(self, track: str, version: int, loaded: dict[str, Tensor]) -> None:
+        """ValueError names what does not fit."""
+        self.wait_until_idle()
+        missing, unknown = self.model.load_state_dict(loaded, strict=False)
+        if missing or unknown:
+            raise ValueError(f"the version lacks {missing[:3]}, and has {unknown[:3]} that the model does not")
+        self.version = version
+
+    @torch.no_grad()
+    def probe(self) -> float | None:
+        if self.running or not self.encoded:
+            return None
+        prompt, cond = next(iter(self.encoded.items()))
+        shape = self.family.latent_shape(self.pipe, self.family.cell * 2, self.family.cell * 2, 1)
+        x = loop.initial_noise(0, [prompt], shape)
+        scale = 1.0 if self.family.guides(1.0) else 0.0
+        found = self.family.predict(
+            self.model, x.to(self._device), torch.full((1,), 0.5, device=self._device), cond, cond, scale
+        )
+        return float(found.double().abs().sum())
+
+    # the engine's thread --------------------------------------------------------------------------------------------------
+
+    def choose(self) -> list[Item]:
+        """The oldest slice and those with equal parameters, within the row limit."""
+        head = self.waiting[0]
+        if head.alone:
+            return [self.waiting.pop(0)]
+        key = head.samples[0].frontier.sampling_params
+        chosen: list[Item] = []
+        count = 0
+        for item in self.waiting:
+            size = rows(item.samples)
+            alike = not item.alone and item.samples[0].frontier.sampling_params == key
+            if alike and (not chosen or count + size <= self.max_rows):
+                chosen.append(item)
+                count += size
+        return self.taken(chosen)
+
+    def generate(self, batch: list[Item], held: Held) -> None:
+        """At most `forward_batch_size` rows a forward pass; a slice goes out when its last row is done."""
+        params = batch[0].samples[0].frontier.sampling_params
+        if not isinstance(params, DiffusionSamplingParams):
+            raise ValueError(f"the diffusers engine cannot do {type(params).__name__}")
+        self._check(params)
+        for place, item in enumerate(batch):
+            held.ended(place, [self._filled(sample, params) for sample in item.samples])
+            held.maybe(time.monotonic())
+
+    def _check(self, params: DiffusionSamplingParams) -> None:
+        """ValueError for a request that the family cannot fill."""
+        cell = self.family.cell
+        for name, value in (("height", params.height), ("width", params.width)):
+            if value < cell or value % cell:
+                nearest = max(cell, round(value / cell) * cell)
+                raise ValueError(f"{name} {value}: must be a multiple of {cell}, such as {nearest}")
+        if self.family.video and params.num_frames % 4 != 1:
+            raise ValueError(f"num_frames {params.num_frames}: must be 4 k + 1, such as {params.num_frames // 4 * 4 + 1}")
+        if not self.family.video and params.num_frames != 1:
+            raise ValueError(f"num_frames {params.num_frames}: the family makes images")
+        if params.sigmas is None:
+            raise ValueError("sigmas: the request must pin them; an engine never makes its own")
+        if any(a <= b for a, b in zip(params.sigmas, params.sigmas[1:], strict=False)):
+            raise ValueError(f"sigmas {params.sigmas}: must fall from step to step")
+        if params.resolve_sde_indices() and params.eta < 1e-7:
+            raise ValueError(f"eta {params.eta}: steps that draw need more than 0")
+
+    @property
+    def _device(self) -> torch.device:
+        found: torch.device = next(self.model.parameters()).device
+        return found
+
+    @torch.no_grad()
+    def _filled(self, sample: Sample, params: DiffusionSamplingParams) -> Sample:
+        ids = sample.frontier.sample_ids
+        prompts = sample.parts[0].text
+        parents = {name: row for row, name in enumerate(sample.parts[0].sample_ids)}
+        owners = [parents[i.rpartition("/")[0]] for i in ids]
+        encoded = self._encode([*prompts, params.negative_prompt] if self._guides(params) else prompts)
+        shape = self.family.latent_shape(self.pipe, params.height, params.width, params.num_frames)
+        found = []
+        for low in range(0, len(ids), self.params.forward_batch_size):
+            some = range(low, min(len(ids), low + self.params.forward_batch_size))
+            cond = _joined([encoded[prompts[owners[k]]] for k in some], self._device)
+            against = [encoded[params.negative_prompt]] * len(some) if self._guides(params) else None
+            negative = None if against is None else _joined(against, self._device)
+            found.append(self._sampled([ids[k] for k in some], params, shape, cond, negative))
+        latents = torch.cat([t.latents for t, _ in found])
+        scores = [t.log_probs for t, _ in found if t.log_probs is not None]
+        segment = LatentSegment(
+            latents=latents.cpu().numpy(),
+            positions=found[0][0].positions,
+            sigmas=np.asarray(params.sigmas, np.float32),
+            sde_indices=params.resolve_sde_indices(),
+            log_probs=torch.cat(scores).cpu().numpy() if scores else None,
+        )
+        kind = "video" if self.family.video else "image"
+        media = tuple(Media(mime=f"{kind}/raw", data=pixels) for _, several in found for pixels in several)
+        filled = sample.fill(
+            segment,
+            primitives={kind: media},
+            status=("ok",) * len(ids),
+            output_version=np.full(len(ids), self.version, np.int64),
+        )
+        return Sample((self._conditioned(sample.parts[0], encoded, prompts), *filled.parts[1:]))
+
+    def _guides(self, params: DiffusionSamplingParams) -> bool:
+        return self.family.guides(params.guidance_scale)
+
+    def _sampled(
+        self,
+        ids: Sequence[str],
+        params: DiffusionSamplingParams,
+        shape: tuple[int, ...],
+        cond: Conditions,
+        negative: Conditions | None,
+    ) -> tuple[loop.Trajectory, list[np.ndarray[Any, Any]]]:
+        """Trajectories, and uint8 pixels [(frames,) height, width, 3] of each row."""
+        device, storage = self._device, DTYPES[self.params.trajectory_dtype]
+        sigmas = torch.tensor(params.sigmas, dtype=torch.float32, device=device)
+
+        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+            return self.family.predict(self.model, x.float(), sigma, cond, negative, params.guidance_scale)
+
+        def tick() -> None:
+            self.progress = time.monotonic()
+
+        found = loop.sample(
+            velocity,
+            loop.initial_noise(params.seed, noise_groups(ids, params.shared_noise), shape).to(device),
+            sigmas,
+            params.kernel,
+            params.eta,
+            params.resolve_sde_indices(),
+            lambda i: loop.step_noise(params.seed, i, ids, shape).to(device),
+            storage,
+            tick=tick,
+        )
+        pixels = (self.family.decode(self.pipe, found.final.float()) / 2 + 0.5).clamp(0, 1)
+        last = pixels.movedim(1, -1).mul(255).round().to(torch.uint8).cpu().numpy()
+        return found, list(last)
+
+    def _encode(self, prompts: Sequence[str]) -> dict[str, Conditions]:
+        """Each prompt's conditions, from the cache or the encoders; new ones together."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.encoded]
+        if new:
+            cond = self.family.encode(self.pipe, new)
+            for row, prompt in enumerate(new):
+                self.encoded[prompt] = {name: value[row : row + 1].cpu() for name, value in cond.items()}
+        found = {prompt: self.encoded[prompt] for prompt in prompts}
+        for prompt in found:
+            self.encoded.move_to_end(prompt)
+        while len(self.encoded) > self.params.cached_prompts:
+            self.encoded.popitem(last=False)
+        return found
+
+    def _conditioned(self, prompt: Part, encoded: dict[str, Conditions], prompts: Sequence[str]) -> Part:
+        """The prompt's Part with what replay needs of it: once for all samples of a prompt."""
+        cond = _joined([encoded[text] for text in prompts], torch.device("cpu"))
+        return msgspec.structs.replace(prompt, conditions={name: value.float().numpy() for name, value in cond.items()})
+
+
+def _joined(conditions: Sequence[Conditions], device: torch.device) -> Conditions:
+    """Rows under each other. ValueError for texts of different lengths, which only a family that masks them may pad."""
+    names = conditions[0].keys()
+    shapes = {name: {tuple(cond[name].shape[1:]) for cond in conditions} for name in names}
+    uneven = [name for name, found in shapes.items() if len(found) > 1]
+    if uneven:
+        raise ValueError(f"conditions {uneven} differ in shape: {shapes[uneven[0]]}; a family pads its texts to one length")
+    return {name: torch.cat([cond[name] for cond in conditions]).to(device) for name in names}

@@ -20,6 +20,7 @@ from services.trainer.world import World
 from shared.config.sections import Placement
 from shared.models import lora
 from shared.models.ar.bundle import CRITIC, Bundle, placed
+from shared.models.diffusion.bundle import DiffusionBundle
 
 
 class Backend:
@@ -29,10 +30,16 @@ class Backend:
     """
 
     def __init__(
-        self, bundle: Bundle, world: World, dtype: str, placement: Placement | None = None, recompute: bool = False
+        self,
+        bundle: Bundle | DiffusionBundle,
+        world: World,
+        dtype: str,
+        placement: Placement | None = None,
+        recompute: bool = False,
     ) -> None:
         """Changes the bundle's modules in place. `recompute`: activations of blocks are computed again in the backward pass."""
-        self.bundle, self.world, self.model = bundle, world, bundle.model
+        self.bundle: Any = bundle
+        self.world, self.model = world, bundle.model
         self.tied = bundle.tied
         self.adapters = lora.has_adapter(bundle.model)
         self.autocast = dtype == "bfloat16"

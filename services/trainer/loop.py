@@ -14,12 +14,13 @@ import msgspec
 import structlog
 
 from services.trainer.backend import Backend
+from services.trainer.base_stack import StepResult
 from services.trainer.batch import Batch
 from services.trainer.checkpoint import Saver
 from services.trainer.link import Link
 from services.trainer.preread import Opened
 from services.trainer.publisher import Publisher
-from services.trainer.stack import StepResult, TrainStack
+from services.trainer.stack import TrainStack
 from services.trainer.world import World
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position

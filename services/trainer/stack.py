@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed.tensor
 from torch import Tensor
 
-from services.trainer import checkpoint, planner
+from services.trainer import planner
 from services.trainer.aggregation import NoActiveTokens, loss_scale
 from services.trainer.algorithms.base import Algorithm, Micro, Tally
 from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.policy import drift
 from services.trainer.backend import Backend
+from services.trainer.base_stack import Stack, StepResult
 from services.trainer.batch import Batch, Row
-from services.trainer.checkpoint import State
-from services.trainer.ema import Ema
 from services.trainer.frozen import Frozen, critic_targets
-from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer
 from services.trainer.world import World
 from shared.config.sections import Train
 from shared.models import lora
 from shared.models.ar.bundle import Bundle
 from shared.models.ar.replay import Replayed, replay
-
-
-@dataclass
-class StepResult:
-    updates: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-    """Why an update was left out."""
 
 
 class Measures(NamedTuple):
@@ -49,14 +36,6 @@ class Measures(NamedTuple):
     """`total / weight` is the mean loss, also over several batches."""
     tokens: float
     """Those that count."""
-
-
-@dataclass
-class Progress:
-    """What a checkpoint keeps of the stack besides weights and optimizer state."""
-
-    version: int = 0
-    """Committed optimizer steps: the learning rate follows them."""
 
 
 @dataclass
@@ -75,8 +54,8 @@ class Work:
 Part = tuple[Work, Frozen | None]
 
 
-class TrainStack:
-    """One track: its backend, algorithm and optimizer."""
+class TrainStack(Stack):
+    """Of tokens: completions of a prompt under an autoregressive model."""
 
     def __init__(
         self,
@@ -90,17 +69,9 @@ class TrainStack:
         seed: int = 0,
     ) -> None:
         """`reference`: the frozen model of a KL or a distillation; None with adapters means the model without them."""
-        self.backend, self.algorithm, self.section, self.world = backend, algorithm, section, world
-        self.total, self.temperature, self.reference, self.seed = total_steps, temperature, reference, seed
-        named = backend.named_parameters()
-        self.parameters = list(named.values())
-        self.optimizer = make_optimizer(named, section.optimizer)
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        super().__init__(backend, section, world, total_steps, seed)
+        self.algorithm, self.temperature, self.reference = algorithm, temperature, reference
         self.packed = section.replay == "packed"
-        self.ema = None if section.ema is None else Ema(section.ema, named)
-        self.progress = Progress()
-        self.tick: Callable[[], None] = lambda: None
-        """Called before every micro-batch."""
         if algorithm.needs_reference and reference is None and not lora.has_adapter(backend.model):
             raise ValueError("the algorithm compares with a reference: give the stack one")
 
@@ -115,27 +86,6 @@ class TrainStack:
             raise ValueError("num_updates_per_batch: a window of batches makes one update")
         work = [own for batch in batches for own in self._plan(batch)]
         return self._train([[part for own in work for part in zip([own], self._freeze([own]), strict=True)]])
-
-    def _train(self, steps: Sequence[Sequence[Part]]) -> StepResult:
-        result, tally = StepResult(), Tally()
-        losses, norms = [], []
-        for parts in steps:
-            try:
-                loss, norm = self._update(parts, tally)
-            except NoActiveTokens as error:
-                result.reason = str(error)
-                continue
-            losses.append(loss)
-            norms.append(norm)
-            if math.isfinite(norm):
-                result.updates += 1
-            else:
-                result.reason = f"the gradient norm is {norm}: {self._culprits()}"
-        if self.ema is not None and result.updates:
-            self.ema.batch_done(self.progress.version)
-        result.metrics = self._figures(tally, losses, norms)
-        self.optimizer.zero_grad(set_to_none=True)
-        return result
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> Measures:
@@ -217,10 +167,8 @@ class TrainStack:
 
     # one update -----------------------------------------------------------------------------------------------------------
 
-    def _update(self, parts: Sequence[Part], tally: Tally) -> tuple[float, float]:
-        """One optimizer step; returns its loss and gradient norm. The step is left out if the norm is not finite."""
+    def _gradients(self, parts: Sequence[Part], tally: Tally) -> float:
         totals = self.world.total([sum(float(row.mask.sum()) for row in work.rows) for work, _ in parts])
-        self.optimizer.zero_grad(set_to_none=False)
         if min(totals) <= 0:
             raise NoActiveTokens("no token of the step counts: every sequence is empty, masked or failed")
         loss_sum = 0.0
@@ -228,12 +176,7 @@ class TrainStack:
             for index in range(work.most):
                 chosen = work.micros[index] if index < len(work.micros) else []
                 loss_sum += self._micro(work, chosen, frozen, total, tally, 1 / len(parts))
-        self._fill_missing_gradients()
-        norm = global_norm(self.parameters)
-        if math.isfinite(norm):
-            self._step(norm)
-        [loss] = self.world.total([loss_sum])
-        return loss, norm
+        return loss_sum
 
     def _micro(
         self, work: Work, chosen: Sequence[int], frozen: Frozen | None, total: float, tally: Tally, weight: float
@@ -276,76 +219,6 @@ class TrainStack:
         with lora.using(self.backend.model, None):
             return self._replay(members).log_probs
 
-    def _fill_missing_gradients(self) -> None:
-        """Where no row had an advantage the gradient is exactly 0, and the optimizer's momentum still moves."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _step(self, norm: float) -> None:
-        clip_(self.parameters, norm, self.section.optimizer.grad_clip)
-        factor = lr_factor(self.section.optimizer, self.progress.version, self.total)
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = base * factor
-        self.optimizer.step()
-        if self.ema is not None:
-            self.ema.stepped(self.progress.version)
-        self.progress.version += 1
-
-    def state(self) -> State:
-        """What a checkpoint holds: live tensors, so that loading into them restores the stack."""
-        tensors = self.backend.tensors(self.optimizer)
-        if self.ema is not None:
-            tensors |= {f"ema.{name}": value for name, value in self.ema.shadow.items()}
-        tensors["rng"] = torch.get_rng_state()
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return State(tensors, {"groups": groups})
-
-    def load(self, folder: Path) -> None:
-        """From a checkpoint that any number of ranks has written. ValueError if it does not fit."""
-        tensors, _ = self.state()
-        with torch.no_grad():
-            settings = checkpoint.load(folder, tensors, self.world)
-        torch.set_rng_state(tensors["rng"])
-        for group, saved in zip(self.optimizer.param_groups, settings["groups"], strict=True):
-            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the weights are the moving average, if there is one."""
-        return self._swapped() if self.ema is not None else nullcontext()
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        assert self.ema is not None
-        self.ema.swap()
-        try:
-            yield
-        finally:
-            self.ema.swap()
-
-    # figures --------------------------------------------------------------------------------------------------------------
-
-    def _culprits(self) -> str:
-        names = [n for n, p in self.backend.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
-        return f"{len(names)} parameters, first {', '.join(names[:3])}"
-
-    def _figures(self, tally: Tally, losses: list[float], norms: list[float]) -> dict[str, float]:
-        names = sorted(tally.sums)
-        flat = self.world.total([v for n in names for v in tally.sums[n]]) if self._agree(names) else []
-        sums = {n: (flat[2 * i], flat[2 * i + 1]) for i, n in enumerate(names)} if flat else tally.sums
-        peaks = sorted(tally.maxima)
-        found = self.world.largest([tally.maxima[n] for n in peaks]) if self._agree(peaks) else list(tally.maxima.values())
-        out = Tally(sums, dict(zip(peaks, found, strict=False))).figures()
-        if losses:
-            out |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
-        out["lr"] = float(self.optimizer.param_groups[0]["lr"])
-        return out
-
-    def _agree(self, names: list[str]) -> bool:
-        """Whether all ranks tallied the same figures (one without rows has none)."""
-        count = float(len(names))
-        return self.world.largest([count, -count]) == [count, -count]
-
 
 _DUMMY = Row(
     prompt=np.zeros(1, np.int32),
@@ -385,8 +258,3 @@ def _drift(micro: Micro, tally: Tally) -> None:
         if name in figures:
             tally.mean(name, torch.full_like(active, figures[name], dtype=torch.float64))
     tally.peak("rollout_gap_max", torch.full_like(active, figures["rollout_gap_max"], dtype=torch.float64), active)
-
-
-def _finite(grad: Any) -> bool:
-    local = grad.to_local() if isinstance(grad, torch.distributed.tensor.DTensor) else grad
-    return bool(torch.isfinite(local).all())

@@ -35,7 +35,9 @@ class Replayed(NamedTuple):
     log_probs: Tensor
     """float32 [B, scored steps]."""
     means: Tensor
-    """float32 [B, scored steps, *latent]."""
+    """float32 [B, scored steps, *latent]: of the next sample."""
+    velocities: Tensor
+    """[B, scored steps, *latent]."""
 
 
 def positions(sde_indices: Sequence[int], steps: int) -> tuple[int, ...]:
@@ -113,7 +115,7 @@ def replay(
         raise ValueError(f"steps {missing}: their points are not among the stored positions {list(at)}")
     if batched and len(sde_indices) > 1:
         return _at_once(velocity, latents, place, sigmas, kernel, eta, sde_indices)
-    scores, means = [], []
+    scores, means, velocities = [], [], []
     for i in sde_indices:
         x = latents[:, place[i]]
         v = velocity(x, sigmas[i].expand(len(x)))
@@ -121,7 +123,8 @@ def replay(
         assert done.log_prob is not None
         scores.append(done.log_prob)
         means.append(done.mean)
-    return Replayed(torch.stack(scores, 1), torch.stack(means, 1))
+        velocities.append(v)
+    return Replayed(torch.stack(scores, 1), torch.stack(means, 1), torch.stack(velocities, 1))
 
 
 def _at_once(
@@ -139,10 +142,12 @@ def _at_once(
     after = torch.cat([latents[:, place[i + 1]] for i in sde_indices])
     s = torch.cat([sigmas[i].expand(batch) for i in sde_indices])
     s_next = torch.cat([sigmas[i + 1].expand(batch) for i in sde_indices])
-    done = step(kernel, x, velocity(x, s), s, s_next, eta, sigmas[1], given=after)
+    v = velocity(x, s)
+    done = step(kernel, x, v, s, s_next, eta, sigmas[1], given=after)
     assert done.log_prob is not None
     log_probs = done.log_prob.reshape(count, batch).T
-    return Replayed(log_probs, done.mean.reshape(count, batch, *latents.shape[2:]).transpose(0, 1))
+    means, velocities = (t.reshape(count, batch, *latents.shape[2:]).transpose(0, 1) for t in (done.mean, v))
+    return Replayed(log_probs, means, velocities)
 
 
 def initial_noise(base: int, groups: Sequence[str], shape: Sequence[int]) -> Tensor:

@@ -22,12 +22,12 @@ from services.controller.jobs import create, prepare
 from services.controller.lifecycles.state import balanced
 from services.controller.runner import Runner
 from services.trainer import checkpoint
+from services.trainer.base_stack import Progress, StepResult
 from services.trainer.batch import Batch
 from services.trainer.checkpoint import Saver, State
 from services.trainer.link import Link
 from services.trainer.loop import Trainer
 from services.trainer.publisher import Publisher
-from services.trainer.stack import Progress, StepResult
 from services.trainer.world import World
 from shared.config.settings import Settings
 from shared.weights import checkpoints

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.rollout.engines.batching import BatchingEngine, Held, Item, rows
 from shared.config.builtin import Diffusers as Params
-from shared.models.diffusion.family import Conditions, Family
+from shared.models.diffusion.family import NEGATIVE, Conditions, Family
 from shared.models.tensors import decode
 from shared.sde import loop
 from shared.sde.seeds import noise_groups
@@ -147,7 +147,7 @@ class DiffusersEngine(BatchingEngine):
             status=("ok",) * len(ids),
             output_version=np.full(len(ids), self.version, np.int64),
         )
-        return Sample((self._conditioned(sample.parts[0], encoded, prompts), *filled.parts[1:]))
+        return Sample((self._conditioned(sample.parts[0], encoded, prompts, params), *filled.parts[1:]))
 
     def _guides(self, params: DiffusionSamplingParams) -> bool:
         return self.family.guides(params.guidance_scale)
@@ -199,10 +199,20 @@ class DiffusersEngine(BatchingEngine):
             self.encoded.popitem(last=False)
         return found
 
-    def _conditioned(self, prompt: Part, encoded: dict[str, Conditions], prompts: Sequence[str]) -> Part:
-        """The prompt's Part with what replay needs of it: once for all samples of a prompt."""
+    def _conditioned(
+        self, prompt: Part, encoded: dict[str, Conditions], prompts: Sequence[str], params: DiffusionSamplingParams
+    ) -> Part:
+        """The prompt's Part with what replay needs of it, once for all samples of a prompt; `negative.…`: of guidance."""
         cond = _joined([encoded[text] for text in prompts], torch.device("cpu"))
-        return msgspec.structs.replace(prompt, conditions={name: value.float().numpy() for name, value in cond.items()})
+        if self._guides(params):
+            against = _joined([encoded[params.negative_prompt]] * len(prompts), torch.device("cpu"))
+            cond |= {f"{NEGATIVE}{name}": value for name, value in against.items()}
+        return msgspec.structs.replace(prompt, conditions={name: _plain(value) for name, value in cond.items()})
+
+
+def _plain(value: Tensor) -> np.ndarray[Any, Any]:
+    """For the wire; half precision as float32."""
+    return np.asarray(value.float().numpy() if value.is_floating_point() else value.numpy())
 
 
 def _joined(conditions: Sequence[Conditions], device: torch.device) -> Conditions:

@@ -23,7 +23,7 @@ class FlowUniGrpo(FlowGrpo):
 
     def __init__(self, params: Params) -> None:
         super().__init__(params)
-        self.own = params
+        self.own, self.joint = params, params.grad_reweight
         self.needs_reference = params.beta > 0 or params.mse_weight > 0
 
     def loss(self, micro: FlowMicro, tally: Tally) -> Tensor:

@@ -75,7 +75,7 @@ def add_critic(bundle: Bundle) -> None:
     setattr(bundle.model, CRITIC, head)
 
 
-def placed(bundle: Bundle) -> Bundle:
+def placed(bundle: Any) -> Any:
     """The model on this process's device: the first that its agent leased (or the rank's own), else the CPU."""
     if torch.cuda.is_available():
         bundle.model.to("cuda")

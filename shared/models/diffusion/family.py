@@ -17,6 +17,10 @@ Conditions = dict[str, Tensor]
 """Encoded inputs by name, batch first: ready to be concatenated, and for the wire."""
 
 
+NEGATIVE = "negative."
+"""Beginning of the names of a negative prompt's conditions, where both stand in one place."""
+
+
 class Family:
     """Defaults are those of most families. `pipe` is a diffusers pipeline, `model` the trained part of it alone."""
 

@@ -1,0 +1,166 @@
+"""What training stacks share: the optimizer, averages, what a checkpoint holds, figures. Each owns the loss of an update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.tensor
+
+from services.trainer import checkpoint
+from services.trainer.aggregation import NoActiveTokens
+from services.trainer.algorithms.base import Tally
+from services.trainer.backend import Backend
+from services.trainer.checkpoint import State
+from services.trainer.ema import Ema
+from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer
+from services.trainer.world import World
+from shared.config.sections import Train
+
+
+@dataclass
+class StepResult:
+    updates: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    """Why an update was left out."""
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps of the stack besides weights and optimizer state."""
+
+    version: int = 0
+    """Committed optimizer steps: the learning rate follows them."""
+
+
+class Stack:
+    """One track: its backend and optimizer."""
+
+    def __init__(self, backend: Backend, section: Train, world: World, total_steps: int, seed: int) -> None:
+        self.backend, self.section, self.world = backend, section, world
+        self.total, self.seed = total_steps, seed
+        named = backend.named_parameters()
+        self.parameters = list(named.values())
+        self.optimizer = make_optimizer(named, section.optimizer)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.ema = None if section.ema is None else Ema(section.ema, named)
+        self.progress = Progress()
+        self.tick: Callable[[], None] = lambda: None
+        """Called before every micro-batch."""
+
+    def _gradients(self, part: Any, tally: Tally) -> float:
+        """Adds up the gradients of one update and returns this rank's share of its loss. NoActiveTokens if nothing counts."""
+        raise NotImplementedError
+
+    def _train(self, steps: Sequence[Any]) -> StepResult:
+        result, tally = StepResult(), Tally()
+        losses, norms = [], []
+        for part in steps:
+            try:
+                loss, norm = self._update(part, tally)
+            except NoActiveTokens as error:
+                result.reason = str(error)
+                continue
+            losses.append(loss)
+            norms.append(norm)
+            if math.isfinite(norm):
+                result.updates += 1
+            else:
+                result.reason = f"the gradient norm is {norm}: {self._culprits()}"
+        if self.ema is not None and result.updates:
+            self.ema.batch_done(self.progress.version)
+        result.metrics = self._figures(tally, losses, norms)
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def _update(self, part: Any, tally: Tally) -> tuple[float, float]:
+        """One optimizer step; returns its loss and gradient norm. The step is left out if the norm is not finite."""
+        self.optimizer.zero_grad(set_to_none=False)
+        loss_sum = self._gradients(part, tally)
+        self._fill_missing_gradients()
+        norm = global_norm(self.parameters)
+        if math.isfinite(norm):
+            self._step(norm)
+        [loss] = self.world.total([loss_sum])
+        return loss, norm
+
+    def _fill_missing_gradients(self) -> None:
+        """Where no row had an advantage the gradient is exactly 0, and the optimizer's momentum still moves."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _step(self, norm: float) -> None:
+        clip_(self.parameters, norm, self.section.optimizer.grad_clip)
+        factor = lr_factor(self.section.optimizer, self.progress.version, self.total)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+        self.optimizer.step()
+        if self.ema is not None:
+            self.ema.stepped(self.progress.version)
+        self.progress.version += 1
+
+    def state(self) -> State:
+        """What a checkpoint holds: live tensors, so that loading into them restores the stack."""
+        tensors = self.backend.tensors(self.optimizer)
+        if self.ema is not None:
+            tensors |= {f"ema.{name}": value for name, value in self.ema.shadow.items()}
+        tensors["rng"] = torch.get_rng_state()
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return State(tensors, {"groups": groups})
+
+    def load(self, folder: Path) -> None:
+        """From a checkpoint that any number of ranks has written. ValueError if it does not fit."""
+        tensors, _ = self.state()
+        with torch.no_grad():
+            settings = checkpoint.load(folder, tensors, self.world)
+        torch.set_rng_state(tensors["rng"])
+        for group, saved in zip(self.optimizer.param_groups, settings["groups"], strict=True):
+            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the weights are the moving average, if there is one."""
+        return self._swapped() if self.ema is not None else nullcontext()
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        assert self.ema is not None
+        self.ema.swap()
+        try:
+            yield
+        finally:
+            self.ema.swap()
+
+    # figures --------------------------------------------------------------------------------------------------------------
+
+    def _culprits(self) -> str:
+        names = [n for n, p in self.backend.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
+        return f"{len(names)} parameters, first {', '.join(names[:3])}"
+
+    def _figures(self, tally: Tally, losses: list[float], norms: list[float]) -> dict[str, float]:
+        names = sorted(tally.sums)
+        flat = self.world.total([v for n in names for v in tally.sums[n]]) if self._agree(names) else []
+        sums = {n: (flat[2 * i], flat[2 * i + 1]) for i, n in enumerate(names)} if flat else tally.sums
+        peaks = sorted(tally.maxima)
+        found = self.world.largest([tally.maxima[n] for n in peaks]) if self._agree(peaks) else list(tally.maxima.values())
+        out = Tally(sums, dict(zip(peaks, found, strict=False))).figures()
+        if losses:
+            out |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+        out["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        return out
+
+    def _agree(self, names: list[str]) -> bool:
+        """Whether all ranks tallied the same figures (one without rows has none)."""
+        count = float(len(names))
+        return self.world.largest([count, -count]) == [count, -count]
+
+
+def _finite(grad: Any) -> bool:
+    local = grad.to_local() if isinstance(grad, torch.distributed.tensor.DTensor) else grad
+    return bool(torch.isfinite(local).all())

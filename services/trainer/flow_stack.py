@@ -1,0 +1,197 @@
+"""Training of denoising policies: stored transitions are scored again on the live model, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.trainer import planner
+from services.trainer.aggregation import NoActiveTokens
+from services.trainer.algorithms.base import Tally
+from services.trainer.algorithms.flow import FlowMicro, step_stds
+from services.trainer.backend import Backend
+from services.trainer.base_stack import Stack, StepResult
+from services.trainer.flow_batch import FlowBatch, FlowRow
+from services.trainer.world import World
+from shared.config.sections import Train
+from shared.models import lora
+from shared.models.diffusion.family import Conditions, Family
+from shared.sde import loop
+from shared.sde.loop import Replayed
+
+
+@dataclass
+class Anchor:
+    """Of one micro-batch, before the first update."""
+
+    log_probs: Tensor
+    means: Tensor
+
+
+@dataclass
+class Work:
+    """One update's share of this rank."""
+
+    micros: list[list[FlowRow]]
+    most: int
+    """Micro-batches of the rank that has the most: the others run along, so that their collectives meet."""
+    total: float
+    """Rows of the update that count, on all ranks."""
+    spare: FlowRow
+    """What a rank runs along with."""
+    anchors: list[Anchor] | None = None
+
+
+class FlowStack(Stack):
+    """One denoising track."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        family: Family,
+        algorithm: Any,
+        section: Train,
+        world: World,
+        total_steps: int,
+        reference: Any = None,
+        seed: int = 0,
+    ) -> None:
+        """`reference`: the frozen model of a KL or a distillation; None with adapters means the model without them."""
+        super().__init__(backend, section, world, total_steps, seed)
+        self.family, self.algorithm, self.reference = family, algorithm, reference
+        if algorithm.needs_reference and reference is None and not lora.has_adapter(backend.model):
+            raise ValueError("the algorithm compares with a reference: give the stack one")
+        if section.micro_batch_tokens is not None:
+            raise ValueError("micro_batch_tokens: pictures have no tokens; give micro_batch_size")
+
+    def train_track(self, batch: FlowBatch) -> StepResult:
+        """All updates of a batch. 0 updates, with a reason, if nothing counts or a gradient is not finite.
+
+        ValueError for rows of different schedules: one forward pass is at one sigma.
+        """
+        work = self._plan(batch)
+        if len(work) > 1:
+            for own in work:
+                own.anchors = [self._anchor(members or [own.spare]) for members in self._all(own)]
+        return self._train(work)
+
+    def _plan(self, batch: FlowBatch) -> list[Work]:
+        """Updates, this rank's rows of each, and their micro-batches. The same on every rank, but for whose rows are opened."""
+        order, count = list(range(len(batch.heads))), self.section.num_updates_per_batch
+        if self.section.shuffle_updates and count > 1:
+            order = planner.shuffled(len(order), self.seed, self.progress.version)
+        found, spare = [], batch.flow_row(0)
+        for places in planner.updates(len(order), count):
+            chosen = sorted(order[i] for i in places)
+            counted = float(sum(batch.heads[i].counts for i in chosen))
+            own = planner.of_rank(chosen, [1] * len(batch.heads), self.world.rank, self.world.size)
+            rows = [row for row in map(batch.flow_row, own) if row.counts]
+            strange = next((row for row in rows if row.schedule != spare.schedule), None)
+            if strange is not None:
+                raise ValueError(
+                    "rows of a batch differ in their sigmas, steps that draw, guidance or size: they must share them"
+                )
+            micros = [list(chunk) for chunk in planner.chunks(rows, self.section.micro_batch_size)]
+            [most] = self.world.largest([float(len(micros))])
+            found.append(Work(micros, int(most), counted, spare))
+        return found
+
+    def _all(self, work: Work) -> Iterator[list[FlowRow]]:
+        """The micro-batches, and so many of nothing that all ranks have as many."""
+        yield from work.micros
+        yield from ([] for _ in range(work.most - len(work.micros)))
+
+    @torch.no_grad()
+    def _anchor(self, members: list[FlowRow]) -> Anchor:
+        """Over the micro-batches that training uses: the first ratio is exactly 1."""
+        self.tick()
+        found = self._replay(members, self.backend.model)
+        return Anchor(found.log_probs, found.means)
+
+    # one update -----------------------------------------------------------------------------------------------------------
+
+    def _gradients(self, part: Work, tally: Tally) -> float:
+        if part.total <= 0:
+            raise NoActiveTokens("no picture of the step counts: every reward failed")
+        loss = 0.0
+        for number, members in enumerate(self._all(part)):
+            anchor = None if part.anchors is None else part.anchors[number]
+            loss += self._micro(part, members, anchor, tally)
+        return loss
+
+    def _micro(self, work: Work, members: list[FlowRow], anchor: Anchor | None, tally: Tally) -> float:
+        """Forward and backward of one micro-batch, a step that drew at a time (memory of one forward pass), unless the loss
+        needs them together; returns its share of the update's loss."""
+        rows = members or [work.spare]
+        steps = range(len(rows[0].indices))
+        groups = [list(steps)] if getattr(self.algorithm, "joint", False) else [[k] for k in steps]
+        total = 0.0
+        for chosen in groups:
+            self.tick()
+            found = self._replay(rows, self.backend.model, chosen)
+            if not members:
+                (found.log_probs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+                continue
+            micro = self._packed(rows, chosen, found, anchor)
+            share = len(chosen) / len(steps) * len(rows) / work.total
+            loss = self.algorithm.loss(micro, tally) * share
+            loss.backward()
+            total += float(loss.detach())
+            if micro.rollout is not None:
+                gap = (micro.new.detach() - micro.rollout).abs()
+                tally.mean("rollout_gap", gap)
+                tally.peak("rollout_gap_max", gap, torch.ones_like(gap))
+        return total
+
+    def _packed(self, rows: Sequence[FlowRow], chosen: Sequence[int], found: Replayed, anchor: Anchor | None) -> FlowMicro:
+        first, device = rows[0], found.log_probs.device
+        sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
+        steps = [first.indices[k] for k in chosen]
+        places = torch.tensor(steps, device=device)
+        reference = self._referenced(rows, chosen) if self.algorithm.needs_reference else None
+        scores = [row.rollout for row in rows]
+        rollout = None if any(s is None for s in scores) else torch.stack([s[list(chosen)] for s in scores if s is not None])
+        return FlowMicro(
+            new=found.log_probs,
+            anchor=found.log_probs.detach() if anchor is None else anchor.log_probs[:, list(chosen)],
+            means=found.means,
+            stds=step_stds(first.params.kernel, sigmas, steps, first.params.eta),
+            advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
+            anchor_means=found.means.detach() if anchor is None else anchor.means[:, list(chosen)],
+            reference_means=None if reference is None else reference.means,
+            velocities=found.velocities,
+            reference_velocities=None if reference is None else reference.velocities,
+            gaps=sigmas[places] - sigmas[places + 1],
+            rollout=None if rollout is None else rollout.to(device),
+            progress=self.progress.version / max(1, self.total),
+        )
+
+    @torch.no_grad()
+    def _referenced(self, rows: Sequence[FlowRow], chosen: Sequence[int]) -> Replayed:
+        if self.reference is not None:
+            return self._replay(rows, self.reference, chosen)
+        with lora.using(self.backend.model, None):
+            return self._replay(rows, self.backend.model, chosen)
+
+    def _replay(self, rows: Sequence[FlowRow], model: Any, chosen: Sequence[int] | None = None) -> Replayed:
+        """Scores these of the steps that drew (None: all), in their order."""
+        first, device = rows[0], next(model.parameters()).device
+        steps = first.indices if chosen is None else [first.indices[k] for k in chosen]
+        cond = _joined([row.conditions for row in rows], device)
+        negative = None if first.negative is None else _joined([row.negative or {} for row in rows], device)
+
+        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+            return self.family.predict(model, x.float(), sigma, cond, negative, first.params.guidance_scale)
+
+        latents = torch.stack([row.latents for row in rows]).to(device)
+        sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
+        with self.backend.computing():
+            return loop.replay(velocity, latents, first.positions, sigmas, first.params.kernel, first.params.eta, steps)
+
+
+def _joined(conditions: Sequence[Conditions], device: torch.device) -> Conditions:
+    return {name: torch.cat([cond[name] for cond in conditions]).to(device) for name in conditions[0]}

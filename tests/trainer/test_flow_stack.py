@@ -1,0 +1,195 @@
+"""Training on trajectories that the engine made: ratio exactly 1, any split the same, what is rewarded becomes likelier."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.rollout.engines.base import fill
+from services.rollout.engines.diffusers_engine import DiffusersEngine
+from services.trainer.algorithms.flow_dppo import FlowDppo
+from services.trainer.algorithms.flow_grpo import FlowGrpo
+from services.trainer.algorithms.unigrpo import FlowUniGrpo
+from services.trainer.backend import Backend
+from services.trainer.flow_batch import FlowBatch
+from services.trainer.flow_stack import FlowStack
+from services.trainer.world import World
+from shared.config import algorithms
+from shared.config.builtin import Diffusers
+from shared.config.sections import Lora, Optimizer, Placement, Train
+from shared.models import lora
+from shared.models.diffusion.bundle import DiffusionBundle
+from shared.types import Sample
+from shared.wire import codec
+from shared.wire.codec import pack, unpack
+from shared.wire.envelope import PartHead, SliceHead, TrainSlice
+from tests.models.tiny_pipelines import sd3
+from tests.rollout.test_diffusers_engine import PARAMS, Worded, request
+from tests.trainer.test_stack import distance, flat, free_port, gradient_of, whole
+
+GROUP = 4
+ALGORITHMS: dict[str, Any] = {
+    "flow_grpo": lambda **p: FlowGrpo(algorithms.FlowGrpo(clip_range=1e-3, **p)),
+    "flow_dppo": lambda **p: FlowDppo(algorithms.FlowDppo(**p)),
+    "unigrpo": lambda **p: FlowUniGrpo(algorithms.FlowUniGrpo(clip_range=1e-3, **p)),
+}
+
+
+def pipe() -> Any:
+    torch.manual_seed(0)
+    return sd3().pipe
+
+
+def batch_of(slices: list[list[Sample]], advantages: Any = None, rewards: Any = None) -> FlowBatch:
+    rng = np.random.default_rng(0)
+    found, bodies = [], []
+    for number, samples in enumerate(slices):
+        ids = samples[0].frontier.sample_ids
+        head = SliceHead(parts=(PartHead(ids=ids, track="policy"),))
+        own = advantages[number] if advantages is not None else tuple(float(a) for a in rng.normal(0, 1, len(ids)))
+        score = rewards[number] if rewards is not None else (1.0,) * len(ids)
+        found.append(TrainSlice(head=head, rewards=(tuple(score),), advantages=(tuple(own),)))
+        bodies.append(codec.encode(samples))
+    return FlowBatch(found, "policy", lambda i: codec.decode(bodies[i], list[Sample]))
+
+
+def made(groups: int = 2, **changes: Any) -> list[list[Sample]]:
+    """What the engine fills, as it stands in a body: the track is the recipe's."""
+    engine = DiffusersEngine(Worded(), pipe(), Diffusers(forward_batch_size=GROUP))
+    params = msgspec.structs.replace(PARAMS, **changes)
+    try:
+        return fill(engine, [request(f"s:0:{g}", ("a cat", "a dog")[g % 2], GROUP, params) for g in range(groups)])
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def slices() -> list[list[Sample]]:
+    return made()
+
+
+def write_batch(path: Path, batch: FlowBatch) -> None:
+    bodies = [codec.encode(batch.open_slice(i)) for i in range(len(batch.slices))]
+    path.write_bytes(pack((tuple(batch.slices), tuple(bodies))))
+
+
+def read_batch(path: Path) -> FlowBatch:
+    found, bodies = unpack(path.read_bytes(), tuple[tuple[TrainSlice, ...], tuple[bytes, ...]])
+    return FlowBatch(found, "policy", lambda i: codec.decode(bodies[i], list[Sample]))
+
+
+def make_stack(world: World | None = None, algorithm: str = "flow_grpo", params: Any = None, **train: Any) -> FlowStack:
+    world, family = world or World(), Worded()
+    model = family.model(pipe())
+    if adapter := train.pop("lora", None):
+        lora.inject(model, Lora.model_validate(adapter), seed=3)
+    placement = Placement(trainer_ranks=world.size) if world.size > 1 else None
+    recompute = train.get("activation_checkpointing", False)
+    backend = Backend(DiffusionBundle(model, family), world, "float32", placement, recompute)
+    section = Train(optimizer=Optimizer(lr=train.pop("lr", 1e-3), grad_clip=1e9), **train)
+    return FlowStack(backend, family, ALGORITHMS[algorithm](**(params or {})), section, world, 100)
+
+
+def gradient(stack: FlowStack, batch: FlowBatch) -> torch.Tensor:
+    return gradient_of(stack, batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_first_ratio_is_exactly_1(algorithm: str, guidance: float) -> None:
+    """Also with several updates, whose anchor is frozen before the first; and the engine scored the same to 1e-4."""
+    batch = batch_of(made(guidance_scale=guidance, negative_prompt="ugly"))
+    result = make_stack(algorithm=algorithm, micro_batch_size=3).train_track(batch)
+    assert result.updates == 1 and result.metrics["rollout_gap_max"] <= 1e-4
+    assert result.metrics["ratio_mean"] == 1.0 and result.metrics.get("ratio_max", 1.0) == 1.0
+    several = make_stack(algorithm=algorithm, micro_batch_size=3, num_updates_per_batch=2).train_track(batch)
+    assert several.updates == 2 and several.metrics["ratio_mean"] != 1.0
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "joint"])
+def test_any_split_into_micro_batches_gives_the_same_gradient(slices: list[list[Sample]], algorithm: str) -> None:
+    options: dict[str, Any] = {"algorithm": algorithm}
+    if algorithm == "joint":
+        options = {"algorithm": "unigrpo", "params": {"ratio_norm": True, "grad_reweight": True}}
+    batch = batch_of(slices)
+    one = gradient(make_stack(**options), batch)
+    for size in (1, 3, 5):
+        assert distance(gradient(make_stack(micro_batch_size=size, **options), batch), one) < 1e-5
+    again = gradient(make_stack(micro_batch_size=3, activation_checkpointing=True, **options), batch)
+    assert distance(again, one) < 1e-5
+
+
+def test_failed_rewards_have_no_weight(slices: list[list[Sample]]) -> None:
+    nan, advantages = float("nan"), [(1.0, 0.0, -1.0, 0.0), (0.5, -0.5, 0.0, 0.0)]
+    with_failed = batch_of(slices, advantages, [(1.0, nan, 0.0, nan), (1.0, 0.0, nan, nan)])
+    kept = [[slices[0][0].select([0, 2])], [slices[1][0].select([0, 1])]]
+    without = batch_of(kept, [(1.0, -1.0), (0.5, -0.5)])
+    first, second = (gradient(make_stack(micro_batch_size=2), batch) for batch in (with_failed, without))
+    assert distance(first, second) < 1e-5
+    stack = make_stack()
+    result = stack.train_track(batch_of(slices, advantages, [(nan,) * GROUP] * 2))
+    assert result.updates == 0 and "every reward failed" in result.reason and stack.progress.version == 0
+
+
+def test_what_is_rewarded_becomes_likelier(slices: list[list[Sample]]) -> None:
+    batch, stack = batch_of(slices, [(1.0, -1.0, 0.0, 0.0)] * 2), make_stack(lr=1e-4)
+
+    def scores() -> torch.Tensor:
+        with torch.no_grad():
+            return stack._replay([batch.flow_row(i) for i in range(2)], stack.backend.model).log_probs.mean(1)
+
+    before = scores()
+    for _ in range(5):
+        stack.train_track(batch)
+    good, bad = (scores() - before).tolist()
+    assert good > bad
+
+
+def test_adapters_are_compared_with_the_model_without_them(slices: list[list[Sample]]) -> None:
+    stack = make_stack(lr=1e-2, lora={"rank": 2, "alpha": 4}, params={"beta": 0.1})
+    first = stack.train_track(batch_of(slices)).metrics["kl_reference"]
+    second = stack.train_track(batch_of(slices)).metrics["kl_reference"]
+    assert first == 0.0 < second
+    assert all(".lora_" in name for name in stack.backend.weights())
+    with pytest.raises(ValueError, match="give the stack one"):
+        make_stack(params={"beta": 0.1})
+
+
+def test_what_cannot_be_one_batch_is_refused(slices: list[list[Sample]]) -> None:
+    other = made(1, sde_indices=(1, 2))
+    with pytest.raises(ValueError, match="differ in"):
+        make_stack().train_track(batch_of([*slices, *other]))
+    with pytest.raises(ValueError, match="micro_batch_tokens"):
+        make_stack(micro_batch_tokens=10)
+    with pytest.raises(ValueError, match="num_updates_per_batch 3"):
+        make_stack(num_updates_per_batch=3).train_track(batch_of(slices))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_updates_per_batch": 2, "micro_batch_size": 3}, {"lora": {"rank": 2, "alpha": 4}}], ids=["full", "lora"]
+)
+def test_two_ranks_train_the_same(slices: list[list[Sample]], tmp_path: Path, options: dict[str, Any]) -> None:
+    """Also where one rank has fewer micro-batches, since rewards failed."""
+    nan = float("nan")
+    batch = batch_of(slices, rewards=[(1.0, 0.0, 1.0, 0.0), (nan, nan, 1.0, nan)])
+    write_batch(tmp_path / "batch", batch)
+    command = [sys.executable, "-m", "tests.trainer.flow_rank", str(tmp_path / "batch"), str(tmp_path), json.dumps(options)]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait(120) for process in ranks] == [0, 0]
+    one = make_stack(**options)
+    result = one.train_track(batch)
+    updates, _ = json.loads((tmp_path / "result.json").read_text())
+    found, wanted = load_file(tmp_path / "weights.safetensors"), whole(one)
+    assert updates == result.updates > 0 and found.keys() == wanted.keys()
+    assert distance(flat({n: found[n] for n in wanted}), flat(wanted)) < 1e-5

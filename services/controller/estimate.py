@@ -30,7 +30,8 @@ def estimate(job: Job) -> dict[str, Any]:
         "total_samples": rows * plan.steps,
         "epochs": None if job.train.order.length is None else round(plan.steps * plan.batch_size / job.train.order.length, 3),
     }
-    prompt = _prompt_tokens(job)
+    media = bool(plan.branches) and plan.branches[0].media
+    prompt = [] if media else _prompt_tokens(job)
     figures = {"mean": round(sum(prompt) / len(prompt), 1), "max": max(prompt)} if prompt else None
     found["prompt_tokens" if plan.route else "example_tokens"] = figures
     if plan.route and prompt:
@@ -40,7 +41,8 @@ def estimate(job: Job) -> dict[str, Any]:
         found["tokens_per_step"] = tokens * plan.batch_size
         found["bytes_per_group"] = tokens * BYTES_A_TOKEN
         found["log_bytes_per_step"] = tokens * BYTES_A_TOKEN * plan.batch_size
-    count = parameters(Path(job.doc.weights or job.doc.files))
+    place = Path(job.doc.weights or job.doc.files)
+    count = parameters(place / "transformer" if media and not job.doc.weights else place)
     if count is not None:
         width = {"float64": 8, "float32": 4, "bfloat16": 4}[recipe.model.dtype]
         found["parameters"] = count

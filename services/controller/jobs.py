@@ -13,7 +13,7 @@ import msgspec
 import redis
 
 from services.controller import lifecycles, trackers
-from services.controller.data.intake import BadPrompt, Intake, TooLong
+from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooLong
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
@@ -23,7 +23,8 @@ from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, LossSuite, Recipe, Sampling, Suite, scorer_place, scorers_of
 from shared.config.settings import Settings
-from shared.types.params import ARSamplingParams
+from shared.sde.sigmas import static_sigmas
+from shared.types.params import ARSamplingParams, DiffusionSamplingParams, SamplingParams
 from shared.weights.locate import ModelFiles, locate
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import ENDED
@@ -59,7 +60,8 @@ class DataSet:
 
     source: Source
     order: DataOrder
-    intake: Intake
+    intake: Any
+    """Intake, or MediaIntake."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ class Job:
     doc: JobDoc
     recipe: Any
     train: DataSet
-    params: ARSamplingParams | None
+    params: SamplingParams | None
     """None when nothing is rolled out."""
-    suites: dict[str, tuple[DataSet, ARSamplingParams | None]]
+    suites: dict[str, tuple[DataSet, SamplingParams | None]]
     """Evaluations: their data and sampling; None where the loss of targets is measured."""
 
     @property
@@ -112,10 +114,17 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     """The job's sources and tokenizers."""
     recipe, plan = lifecycles.parse(doc.recipe)
     files = ModelFiles(Path(doc.files), Path(doc.weights) if doc.weights else None)
-    most = recipe.rollout.sampling.max_new_tokens if plan.route else 1
-    intake = Intake(files.files, recipe.data, most)
+    media = bool(plan.branches) and plan.branches[0].media
+    intake: Any
+    if media:
+        intake = MediaIntake(files.files, recipe.data)
+    else:
+        intake = Intake(files.files, recipe.data, recipe.rollout.sampling.max_new_tokens if plan.route else 1)
     train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)
-    params = _params(recipe.rollout.sampling, recipe.seed, intake) if plan.route else None
+    params: SamplingParams | None = None
+    if plan.route:
+        sampling = recipe.rollout.sampling
+        params = media_params(sampling, recipe.seed) if media else _params(sampling, recipe.seed, intake)
     suites = {name: _suite(recipe, name, suite, intake, settings) for name, suite in recipe.eval.items()}
     size = train.source.size
     if size is not None and plan.batch_size > size:
@@ -141,13 +150,20 @@ def _fingerprints(job: Job) -> dict[str, str]:
     return found
 
 
+def media_params(sampling: Any, seed: int) -> DiffusionSamplingParams:
+    """Sigmas are pinned here, once: every engine and the trainer take them from the request."""
+    given = sampling.model_dump(exclude={"shift"})
+    pinned = tuple(static_sigmas(sampling.num_inference_steps, sampling.shift).tolist())
+    return DiffusionSamplingParams(**given, sigmas=pinned, seed=seed)
+
+
 def _params(sampling: Sampling, seed: int, intake: Intake) -> ARSamplingParams:
     return ARSamplingParams(**sampling.model_dump(), seed=seed, stop_token_ids=intake.stop_tokens)
 
 
 def _suite(
-    recipe: Any, name: str, suite: Suite | LossSuite, intake: Intake, settings: Settings
-) -> tuple[DataSet, ARSamplingParams | None]:
+    recipe: Any, name: str, suite: Suite | LossSuite, intake: Any, settings: Settings
+) -> tuple[DataSet, SamplingParams | None]:
     """BadInput if its source is smaller than the suite, or has no end and the suite no size."""
     data = _data_set(recipe, suite.source, f"eval.{name}.source", intake, settings, shuffle=False)
     if suite.size is None and data.source.size is None:
@@ -156,12 +172,15 @@ def _suite(
         raise bad(f"eval.{name}.size", suite.size, "more records than the source has", f"at most {data.source.size}")
     if isinstance(suite, LossSuite):
         return data, None
+    if isinstance(intake, MediaIntake):
+        params = media_params(recipe.rollout.sampling, recipe.seed)
+        return data, msgspec.structs.replace(params, eta=0.0, sde_indices=())
     sampling = suite.sampling or recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
     return data, _params(sampling, recipe.seed, intake)
 
 
 def _data_set(
-    recipe: Recipe, component: Component, at: str, intake: Intake, settings: Settings, shuffle: bool | None = None
+    recipe: Recipe, component: Component, at: str, intake: Any, settings: Settings, shuffle: bool | None = None
 ) -> DataSet:
     source = open_source(component, settings, at)
     mixed = source.shuffle if shuffle is None else shuffle
@@ -171,7 +190,7 @@ def _data_set(
     return DataSet(source, order, intake)
 
 
-def _check_records(source: Source, intake: Intake, at: str, targets: bool) -> None:
+def _check_records(source: Source, intake: Any, at: str, targets: bool) -> None:
     """BadInput for the first prompts that cannot be used, each named."""
     problems: list[Problem] = []
     for row in range(min(source.size or 16, CHECKED_RECORDS)):

@@ -160,7 +160,7 @@ class Writer:
             n=n,
             track=self.plan.branches[0].track,
             texts=[prompt.text],
-            tokens=[prompt.tokens],
+            tokens=[prompt.tokens] if prompt.tokens else None,
             metadata=[record.metadata],
         )
         spans = ((0, n),) if suite else self.plan.slices()
@@ -319,7 +319,7 @@ class Writer:
                 {
                     "index": index,
                     "prompt": sample.parts[0].text[0],
-                    "completion": sample.frontier.text[0],
+                    "completion": sample.frontier.text[0] if "text" in sample.frontier.primitives else "",
                     "metadata": dict(sample.parts[0].metadata[0]) if sample.parts[0].metadata else {},
                     "reward": reward,
                 }

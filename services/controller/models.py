@@ -12,14 +12,21 @@ import xxhash
 
 from shared.config import specs
 from shared.config.problems import bad
-from shared.config.sections import Model
+from shared.config.sections import MediaModel, Model
 from shared.config.settings import Settings
 from shared.files import link_or_copy
 from shared.models.targets import chosen, linear_modules
 from shared.weights.locate import ModelFiles, locate
 from shared.weights.store import COMPLETE
 
-SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SIDE_FILES = (
+    "model_index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 SAMPLED = 1 << 20
 """Bytes read of either end of a file of weights."""
 
@@ -32,7 +39,8 @@ def check_adapter(model: Model, files: ModelFiles) -> None:
     if model.lora is None:
         return
     try:
-        known = linear_modules(files.weights or files.files)
+        part = files.files / "transformer" if isinstance(model, MediaModel) else files.files
+        known = linear_modules(files.weights or part)
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise bad("model.path", model.path, f"its weights cannot be read: {error}", "safetensors files") from error
     if not known:
@@ -78,9 +86,9 @@ def fingerprint(files: ModelFiles) -> str:
     if (adapter := folders[0] / "adapter_config.json").exists():
         digest.update(adapter.read_bytes())
         folders.append(Path(json.loads(adapter.read_bytes())["base_model_name_or_path"]))
-    weights = [
-        path for folder in folders for path in sorted(folder.glob("*")) if path.suffix in (".safetensors", ".bin", ".gguf")
-    ]
+    deep = (files.files / "model_index.json").exists()  # a pipeline's parts are folders of their own
+    held = [path for folder in folders for path in sorted(folder.rglob("*") if deep else folder.glob("*"))]
+    weights = [path for path in held if path.suffix in (".safetensors", ".bin", ".gguf")]
     for path in weights:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

@@ -40,7 +40,6 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     from services.rollout.handler import RolloutHandler
     from services.rollout.prefetch import Prefetch
     from shared.config import specs
-    from shared.config.sections import Rollout
     from shared.config.settings import child_threads
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
@@ -56,16 +55,17 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     keys, client = JobKeys(job), connect(settings.redis_url)
     doc = msgspec.msgpack.decode(client.get(keys.doc))
     set_threads(child_threads(doc, settings))
-    section = Rollout.model_validate(doc["recipe"]["rollout"])
-    params = specs.check("engine", section.engine.name, section.engine.params, "rollout.engine")
+    section = doc["recipe"]["rollout"]
+    named = section["engine"]
+    params = specs.check("engine", named["name"], named["params"], "rollout.engine")
     weights = Path(doc["weights"]) if doc["weights"] else None
-    engine = ENGINES[section.engine.name](doc["recipe"], Path(doc["files"]), weights, params)
+    engine = ENGINES[named["name"]](doc["recipe"], Path(doc["files"]), weights, params)
     store = BodyStore(client, keys, open_bodies(settings.bodies, job))
     weight_store = WeightStore(settings.weights(job), track)
     prefetch = Prefetch(lambda: connect(settings.redis_url), keys, weight_store, engine.load, agent)
-    handler = RolloutHandler(engine, weight_store, prefetch, store, track, agent, section.deadline_s)
+    handler = RolloutHandler(engine, weight_store, prefetch, store, track, agent, section["deadline_s"])
     lease = settings.lease_s
-    policy = Policy(lease, lease / 5, stall_s=section.stall_s, deadline_s=section.deadline_s)
+    policy = Policy(lease, lease / 5, stall_s=section["stall_s"], deadline_s=section["deadline_s"])
     consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)
     handler.say = consumer.say
     gc.collect()

@@ -16,6 +16,7 @@ from services.trainer import checkpoint
 from services.trainer.aggregation import NoActiveTokens
 from services.trainer.algorithms.base import Tally
 from services.trainer.backend import Backend
+from services.trainer.batch import Batch
 from services.trainer.checkpoint import State
 from services.trainer.ema import Ema
 from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer
@@ -41,6 +42,17 @@ class Progress:
 
 class Stack:
     """One track: its backend and optimizer."""
+
+    batch: type[Batch] = Batch
+    """What it trains on."""
+
+    def train_track(self, batch: Any) -> StepResult:
+        """All updates of a batch. 0 updates, with a reason, if nothing counts or a gradient is not finite."""
+        raise NotImplementedError
+
+    def measure(self, batch: Any) -> Any:
+        """Of targets; ValueError where there is nothing of that kind."""
+        raise ValueError(f"{type(self).__name__} has no loss of targets to measure")
 
     def __init__(self, backend: Backend, section: Train, world: World, total_steps: int, seed: int) -> None:
         self.backend, self.section, self.world = backend, section, world

@@ -103,7 +103,9 @@ def build(
     """The trainer of this rank, its model loaded. Rank 0 adds to `tells` how the job's failure is told."""
     from services.trainer.algorithms import ALGORITHMS
     from services.trainer.backend import Backend
+    from services.trainer.base_stack import Stack
     from services.trainer.checkpoint import Saver
+    from services.trainer.flow_stack import FlowStack
     from services.trainer.link import Link
     from services.trainer.loop import Trainer
     from services.trainer.preread import Preread
@@ -112,7 +114,7 @@ def build(
     from services.trainer.world import World
     from shared.agent.registry import Assignment
     from shared.config import specs
-    from shared.config.sections import Component, Model, Placement, Train, Weights
+    from shared.config.sections import Component, MediaModel, Model, Placement, Train, Weights
     from shared.models.ar.bundle import copy_side_files
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
@@ -135,7 +137,9 @@ def build(
     incarnation, base = unpack(
         world.share(pack((int(start[0]), (start[1] or b"").decode())) if start else None), tuple[int, str]
     )
-    section, model = Train.model_validate(recipe["train"]), Model.model_validate(recipe["model"])
+    media = any(branch["media"] for branch in plan["branches"])
+    kind: Any = MediaModel if media else Model
+    section, model = Train.model_validate(recipe["train"]), kind.model_validate(recipe["model"])
     try:
         named = Component(name=recipe["algorithm"]["name"], params=recipe["algorithm"]["params"])
         algorithm = ALGORITHMS[named.name](specs.check("algorithm", named.name, named.params, "algorithm"))
@@ -143,22 +147,27 @@ def build(
         placement = Placement.model_validate(recipe["placement"])
         backend = Backend(bundle, world, model.dtype, placement, section.activation_checkpointing)
         reference = _reference(doc, model, algorithm, section.replay)
-        temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
         total = plan["steps"] * section.num_updates_per_batch
-        stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
+        stack: Stack
+        if media:
+            how = (section, world, total, reference and reference.model, recipe["seed"])
+            stack = FlowStack(backend, bundle.family, algorithm, *how)
+        else:
+            temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
+            stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
     except (ValueError, OSError, AttributeError, RuntimeError) as error:
         if lost_rank(error):
             raise
         raise ValueError(f"the model cannot be loaded: {error}") from error
     store = WeightStore(settings.weights(job), track)
-    if link is not None:
+    if link is not None and not media:
         copy_side_files(Path(doc["files"]), store.files)
     keep = Weights.model_validate(recipe["weights"]).keep
     replace = plan["need"] == "at_least"
     source = "live" if section.ema is None else "ema"
     tell: Any = (lambda event: None,) if link is None else (link.report, link.announce, link.timed, link.warn)
-    how = {"adapter": adapter, "source": source, "rank": world.rank, "ranks": 1 if adapter is not None else world.size}
-    publisher = Publisher(store, incarnation, keep, replace, *tell, **how)
+    about = {"adapter": adapter, "source": source, "rank": world.rank, "ranks": 1 if adapter is not None else world.size}
+    publisher = Publisher(store, incarnation, keep, replace, *tell, **about)
     kept = section.keep_checkpoints, section.keep_checkpoints_every
     say = link.warn if link is not None else log.warning
     return Trainer(
@@ -182,10 +191,10 @@ def _model(doc: Any, model: Any, seed: int, algorithm: str, mode: str) -> tuple[
     from shared.config import specs
     from shared.models import lora
     from shared.models.ar import packed
-    from shared.models.ar.bundle import add_critic, load
+    from shared.models.ar.bundle import add_critic
 
     files, weights = Path(doc["files"]), Path(doc["weights"]) if doc["weights"] else None
-    bundle, adapter = load(files, weights, model.dtype, model.attention), None
+    bundle, adapter = _loaded(model, files, weights), None
     if model.lora is not None:
         base, modules = weights or files, lora.inject(bundle.model, model.lora, seed)
         adapter = Adapted(str(base), lora.config_text(model.lora, base, modules))
@@ -196,16 +205,28 @@ def _model(doc: Any, model: Any, seed: int, algorithm: str, mode: str) -> tuple[
     return bundle, adapter
 
 
+def _loaded(model: Any, files: Path, weights: Path | None) -> Any:
+    """The bundle of a language model, or the trained part of one that makes pictures."""
+    from shared.config.sections import MediaModel
+    from shared.models.ar.bundle import load
+    from shared.models.diffusion import family
+    from shared.models.diffusion.bundle import load_trained
+
+    if isinstance(model, MediaModel):
+        return load_trained(files, family(model.family), weights)
+    return load(files, weights, model.dtype, model.attention)
+
+
 def _reference(doc: Any, model: Any, algorithm: Any, mode: str) -> Any:
     """The frozen model beside the trained one; None where none is needed, or where it is that model without its adapters."""
     from shared.models.ar import packed
-    from shared.models.ar.bundle import load, placed
+    from shared.models.ar.bundle import placed
 
     given = doc.get("reference")
     if not algorithm.needs_reference or (model.lora is not None and given is None):
         return None
     files, weights = given or (doc["files"], doc["weights"])
-    bundle = load(Path(files), Path(weights) if weights else None, model.dtype, model.attention)
+    bundle = _loaded(model, Path(files), Path(weights) if weights else None)
     bundle.model.requires_grad_(False)
     if mode == "packed":
         packed.enable(bundle.model)

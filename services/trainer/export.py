@@ -58,7 +58,8 @@ def write(doc: dict[str, Any], export: Any, target: Path) -> None:
 
 
 def _model(doc: dict[str, Any], export: Any, out: Path) -> None:
-    """save_pretrained: shards, tied weights once, config with the dtype; tokenizer files beside it."""
+    """save_pretrained: shards, tied weights once, config with the dtype; tokenizer files beside it. Of a pipeline the trained
+    part, which takes the place of the pipeline's own."""
     from shared.models import lora
     from shared.models.ar.bundle import assign, copy_tokenizer
 
@@ -67,7 +68,8 @@ def _model(doc: dict[str, Any], export: Any, out: Path) -> None:
     assign(bundle.model, tensors)
     lora.merge(bundle.model)
     bundle.model.to(_dtype(export.dtype)).save_pretrained(out)
-    copy_tokenizer(Path(doc["files"]), out)
+    if "family" not in doc["recipe"]["model"]:
+        copy_tokenizer(Path(doc["files"]), out)
 
 
 def _adapter(doc: dict[str, Any], export: Any, out: Path) -> None:
@@ -86,12 +88,21 @@ def _adapter(doc: dict[str, Any], export: Any, out: Path) -> None:
 
 def _based(doc: dict[str, Any]) -> Any:
     """The model that training started from, with adapters if they were trained."""
-    from shared.config.sections import Model
+    from shared.config.sections import MediaModel, Model
     from shared.models import lora
     from shared.models.ar.bundle import load
+    from shared.models.diffusion import family
+    from shared.models.diffusion.bundle import load_trained
 
-    model = Model.model_validate(doc["recipe"]["model"])
-    bundle = load(Path(doc["files"]), Path(doc["weights"]) if doc["weights"] else None)
+    files, weights = Path(doc["files"]), Path(doc["weights"]) if doc["weights"] else None
+    bundle: Any
+    model: Model
+    if "family" in doc["recipe"]["model"]:
+        model = MediaModel.model_validate(doc["recipe"]["model"])
+        bundle = load_trained(files, family(model.family), weights)
+    else:
+        model = Model.model_validate(doc["recipe"]["model"])
+        bundle = load(files, weights)
     if model.lora is not None:
         lora.inject(bundle.model, model.lora)
     return bundle

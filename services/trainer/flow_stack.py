@@ -49,6 +49,8 @@ class Work:
 class FlowStack(Stack):
     """One denoising track."""
 
+    batch = FlowBatch
+
     def __init__(
         self,
         backend: Backend,

@@ -14,13 +14,11 @@ import msgspec
 import structlog
 
 from services.trainer.backend import Backend
-from services.trainer.base_stack import StepResult
-from services.trainer.batch import Batch
+from services.trainer.base_stack import Stack, StepResult
 from services.trainer.checkpoint import Saver
 from services.trainer.link import Link
 from services.trainer.preread import Opened
 from services.trainer.publisher import Publisher
-from services.trainer.stack import TrainStack
 from services.trainer.world import World
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
@@ -48,7 +46,7 @@ class Trainer:
     """One track's stack, its checkpoints and its publisher. `link` is rank 0's alone."""
 
     track: str
-    stack: TrainStack
+    stack: Stack
     backend: Backend
     world: World
     saver: Saver
@@ -119,7 +117,7 @@ class Trainer:
         structlog.contextvars.bind_contextvars(step=entry.step)
         opened = self.opened or []
         with self.link.timed("train") if self.link is not None else nullcontext():
-            result = self.stack.train_track(Batch(entry.slices, self.track, lambda i: opened[i].decoded()))
+            result = self.stack.train_track(self.stack.batch(entry.slices, self.track, lambda i: opened[i].decoded()))
         if publish is not None:
             self.publish(publish.pinned)
         if self.link is not None:
@@ -129,7 +127,7 @@ class Trainer:
         """The loss of held-out targets, under the weights that would be published."""
         opened, started = self.opened or [], time.monotonic()
         with self.stack.averaged():
-            found = self.stack.measure(Batch(entry.slices, self.track, lambda i: opened[i].decoded()))
+            found = self.stack.measure(self.stack.batch(entry.slices, self.track, lambda i: opened[i].decoded()))
         if self.link is None:
             return
         log.info("measured %d records in %.2f s", found.rows, time.monotonic() - started)

@@ -159,6 +159,8 @@ _POLICY: dict[str, Any] = {
     "requires_ema_rollout": False,
 }
 
+_FLOW = _POLICY | {"media": True}
+
 TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("algorithm", "grpo", Grpo, "group-relative policy optimization", _POLICY),
     ("algorithm", "gspo", Gspo, "one clipped ratio a sequence", _POLICY),
@@ -178,6 +180,21 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
         Distillation,
         "on-policy distillation from a frozen teacher",
         _POLICY | {"requires_advantages": False, "requires_reference": True},
+    ),
+    ("algorithm", "flow_grpo", FlowGrpo, "GRPO over the steps of a flow-matching sampler", _FLOW),
+    (
+        "algorithm",
+        "flow_dppo",
+        FlowDppo,
+        "steps masked by how far their transition moved",
+        _FLOW | {"anchor_fields": ("anchor", "anchor_means")},
+    ),
+    (
+        "algorithm",
+        "flow_unigrpo",
+        FlowUniGrpo,
+        "flow_grpo with a centred ratio",
+        _FLOW | {"anchor_fields": ("anchor", "anchor_means")},
     ),
     (
         "algorithm",

@@ -63,6 +63,19 @@ class JsonSchema(Params):
     """The last fenced block counts if there is one, else the whole completion."""
 
 
+class Brightness(Params):
+    """0 … 1, of all pixels (of a video, of all frames)."""
+
+
+class JpegSize(Params):
+    """Compressibility as in DDPO (arXiv 2305.13301)."""
+
+    quality: int = pydantic.Field(95, ge=1, le=100)
+    reward: Literal["small", "large"] = "small"
+    scale_kb: float = pydantic.Field(100.0, gt=0)
+    """Kilobytes that change the score by 1."""
+
+
 class Asking(Params):
     """How another service is asked over HTTP."""
 
@@ -239,18 +252,45 @@ class MlflowTracker(Params):
     """A tracking server; None: a SQLite file below the state folder."""
 
 
+FAMILIES = (
+    ("sd3", "Stable Diffusion 3 and 3.5", 16, False),
+    ("qwen_image", "Qwen-Image", 16, False),
+    ("flux2_klein", "FLUX.2 klein", 16, False),
+    ("z_image", "Z-Image", 16, False),
+    ("wan21", "Wan 2.1, text to video", 16, True),
+    ("wan22", "Wan 2.2, text to video, two experts", 16, True),
+    ("hunyuan_video", "HunyuanVideo", 16, True),
+    ("hunyuan_video15", "HunyuanVideo 1.5, text to video", 16, True),
+)
+"""Name, model, pixels of which height and width are multiples, whether it makes videos."""
+
 TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     *algorithms.TABLE,
-    ("scorer", "exact_match", ExactMatch, "1 if the completion equals the answer, else 0", {}),
-    ("scorer", "regex", RegexFormat, "1 if the completion matches a pattern, else 0", {"isolated": True}),
-    ("scorer", "length", Length, "1 at a target length, falling on both sides", {}),
-    ("scorer", "reasoning_gym", ReasoningGym, "the data set's own grader", {"isolated": True}),
-    ("scorer", "contains", Contains, "1 if the completion contains a text, else 0", {}),
-    ("scorer", "multiple_choice", MultipleChoice, "the chosen letter against the answer", {}),
-    ("scorer", "math_verify", MathVerify, "1 if both sides are the same mathematics, else 0", {"isolated": True}),
-    ("scorer", "json_schema", JsonSchema, "1 if the completion is JSON that fits a schema, else 0", {"isolated": True}),
+    ("scorer", "exact_match", ExactMatch, "1 if the completion equals the answer, else 0", {"media": False}),
+    ("scorer", "regex", RegexFormat, "1 if the completion matches a pattern, else 0", {"isolated": True, "media": False}),
+    ("scorer", "length", Length, "1 at a target length, falling on both sides", {"media": False}),
+    ("scorer", "reasoning_gym", ReasoningGym, "the data set's own grader", {"isolated": True, "media": False}),
+    ("scorer", "contains", Contains, "1 if the completion contains a text, else 0", {"media": False}),
+    ("scorer", "multiple_choice", MultipleChoice, "the chosen letter against the answer", {"media": False}),
+    (
+        "scorer",
+        "math_verify",
+        MathVerify,
+        "1 if both sides are the same mathematics, else 0",
+        {"isolated": True, "media": False},
+    ),
+    (
+        "scorer",
+        "json_schema",
+        JsonSchema,
+        "1 if the completion is JSON that fits a schema, else 0",
+        {"isolated": True, "media": False},
+    ),
     ("scorer", "llm_judge", LlmJudge, "a language model's rating, scaled to 0 … 1", {}),
     ("scorer", "remote_http", RemoteHttp, "a scorer that runs elsewhere", {}),
+    ("scorer", "brightness", Brightness, "the mean brightness of a picture", {"media": True}),
+    ("scorer", "jpeg_size", JpegSize, "how small (or large) a picture is as a JPEG", {"media": True}),
+    ("engine", "diffusers", Diffusers, "Hugging Face diffusers' flow-matching pipelines", {"torch": True, "media": True}),
     ("engine", "transformers", Engine, "Hugging Face transformers, batched, with a KV cache", {"torch": True}),
     ("source", "jsonl", Jsonl, "one JSON object a line", {"files": ("path",)}),
     ("source", "parquet", Parquet, "rows of a parquet file", {"files": ("path",)}),
@@ -264,4 +304,5 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("tracker", "trackio", TrackioTracker, "trackio's local dashboard", {"packages": ("trackio",)}),
     ("tracker", "mlflow", MlflowTracker, "MLflow", {"packages": ("mlflow",)}),
     ("source", "reasoning_gym", ReasoningGymSource, "procedural reasoning tasks", {}),
+    *(("family", name, Params, about, {"cell": cell, "video": video}) for name, about, cell, video in FAMILIES),
 )

@@ -53,6 +53,13 @@ class Model(Section):
     """None: all weights are trained."""
 
 
+class MediaModel(Model):
+    """A folder of a diffusers pipeline (model_index.json)."""
+
+    family: str
+    """See `unimesh recipes`: sd3, qwen_image, wan21 …"""
+
+
 class Data(Section):
     source: Component
     batch_size: int = Field(..., ge=1)

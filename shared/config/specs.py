@@ -18,7 +18,7 @@ import pydantic
 from shared.config import builtin
 from shared.config.problems import unknown, validated
 
-Kind = Literal["algorithm", "scorer", "engine", "source", "tracker"]
+Kind = Literal["algorithm", "scorer", "engine", "source", "tracker", "family"]
 
 
 @dataclass(frozen=True)

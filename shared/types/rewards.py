@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from shared.types.arrays import Array
+from shared.types.part import Media
 
 Aggregation = Literal["weighted_sum", "mean", "min", "max"]
 SubMetric = Literal["first", "mean", "max"]
@@ -27,6 +28,8 @@ class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     tokens: int = 0
     metadata: dict[str, Any] = {}
+    media: Media | None = None
+    """The picture or video, where one was made."""
 
 
 class RewardResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.config.problems import bad
-from shared.config.sections import Model
+from shared.config.sections import MediaModel, Model
 from shared.config.settings import Settings
 from shared.weights.store import WeightStore
 
@@ -34,6 +34,10 @@ def locate(model: Model, settings: Settings, at: str = "model.path") -> ModelFil
         found = ModelFiles(store.files, version)
     else:
         found = ModelFiles(settings.allowed(model.path, at), None)
+    if isinstance(model, MediaModel):
+        if not (found.files / "model_index.json").exists():
+            raise bad(at, model.path, "the folder has no model_index.json", "a folder of a diffusers pipeline")
+        return found
     for name in ("config.json", "tokenizer.json"):
         if not (found.files / name).exists():
             raise bad(at, model.path, f"the model folder has no {name}", "a Hugging Face model folder with its tokenizer")

@@ -100,7 +100,7 @@ def test_one_port_is_published_and_only_on_loopback(document: dict[str, Any]) ->
 
 def test_services_that_work_for_a_job_share_their_folders(document: dict[str, Any]) -> None:
     ours = {n: s for n, s in document["services"].items() if s["image"].startswith("unimesh-")}
-    assert len(ours) == 9
+    assert len(ours) == 10
     for name, service in ours.items():
         assert service["volumes"] == ["state:/state", "bodies:/bodies", "./models:/models:ro"], name
         assert service["environment"]["UNIMESH_REDIS_URL"] == "redis://redis:6379/0" and service["init"] is True
@@ -109,7 +109,7 @@ def test_services_that_work_for_a_job_share_their_folders(document: dict[str, An
 
 def test_scorers_services_serve_every_scorer(document: dict[str, Any]) -> None:
     served: list[str] = []
-    for name in ("reward-math", "reward-format", "reward-remote"):
+    for name in ("reward-math", "reward-format", "reward-remote", "reward-pictures"):
         served += document["services"][name]["environment"]["UNIMESH_SCORERS"].split(",")
     assert sorted(served) == specs.names("scorer"), "each scorer by one of them"
 

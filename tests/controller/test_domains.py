@@ -62,12 +62,18 @@ REWARD = {"reward": {"scorers": {"a": {"name": "exact_match", "weight": 3}, "b":
 SAMPLING = {"max_new_tokens": 8}
 MEDIA = {"num_inference_steps": 4, "height": 64, "width": 64}
 GRPO = {"name": "grpo"}
+PICTURES: dict[str, Any] = {
+    "model": {"path": "x", "family": "sd3"},
+    "rollout": {"group_size": 2, "sampling": MEDIA},
+    "algorithm": {"name": "flow_grpo"},
+    "reward": {"scorers": {"a": {"name": "brightness", "weight": 3}, "b": {"name": "jpeg_size"}}},
+}
 RECIPES: dict[str, dict[str, Any]] = {
     "ar": {"rollout": {"group_size": 4, "slice": 2, "sampling": SAMPLING}, "algorithm": GRPO} | REWARD,
     "async_ar": {"rollout": {"group_size": 4, "sampling": SAMPLING}, "algorithm": GRPO} | REWARD,
     "sft": {},
-    "diffusion": {"rollout": {"group_size": 2, "sampling": MEDIA}, "algorithm": {"name": "flow_grpo"}} | REWARD,
-    "async_diffusion": {"rollout": {"group_size": 2, "sampling": MEDIA}, "algorithm": {"name": "flow_grpo"}} | REWARD,
+    "diffusion": PICTURES,
+    "async_diffusion": PICTURES,
     "pe": {
         "diffusion_model": {"path": "y"},
         "rollout": {"ar": {"n": 2, "sampling": SAMPLING}, "diffusion": {"n": 3, "sampling": MEDIA}, "slice": 1},

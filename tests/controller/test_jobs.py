@@ -27,6 +27,7 @@ from shared.wire.client import connect
 from shared.wire.codec import pack
 from shared.wire.keys import JOBS, JobKeys
 from tests.conftest import recipe
+from tests.models.tiny_sd3 import make_folder as make_pipeline
 
 
 def problem(document: Any, settings: Settings) -> str:
@@ -163,8 +164,7 @@ def test_a_group_of_one_with_a_group_baseline_warns(settings: Settings, model_fo
 
 
 def test_a_domain_without_engines_is_refused_by_name(settings: Settings, model_folder: Path) -> None:
-    document = recipe(model_folder, domain="diffusion")
-    document["rollout"] = {"group_size": 2, "sampling": {"num_inference_steps": 4, "height": 8, "width": 8}}
+    document = recipe(model_folder, domain="agentic", environment={"name": "tools"})
     assert "its engines are not there yet" in problem(document, settings)
 
 
@@ -276,11 +276,14 @@ def test_prompt_and_target_must_fit_together(settings: Settings, model_folder: P
 def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, tmp_path: Path, name: str) -> None:
     """With what it leaves to its user: a model, and data where it names a file."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = ({"question": f"{i}?", "answer": "a", "messages": talk} for i in range(64))
+    rows = ({"question": f"{i}?", "prompt": "a cat", "answer": "a", "messages": talk} for i in range(64))
     path = jsonl(tmp_path / "data.jsonl", *rows)["params"]["path"]
-    overrides = [f"model.path={model_folder}"]
-    if name in ("ar/smollm2", "sft/chat"):
-        overrides += [f"data.source.params.path={path}", f"eval.held_out.source.params.path={path}"]
+    media = name.startswith("diffusion/")
+    overrides = [f"model.path={make_pipeline(tmp_path / 'pictures', 0) if media else model_folder}"]
+    settings = replace(settings, roots=(*settings.roots, tmp_path))
+    if media or name in ("ar/smollm2", "sft/chat"):
+        suite = "fixed" if media else "held_out"
+        overrides += [f"data.source.params.path={path}", f"eval.{suite}.source.params.path={path}"]
     prepare(compose(name, overrides), settings)
 
 

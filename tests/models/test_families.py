@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.config import specs
 from shared.models.diffusion import FAMILIES, family
 from shared.models.diffusion.family import Conditions
 from shared.models.diffusion.wan import Wan22
@@ -54,7 +55,10 @@ def near(found: Tensor, wanted: Tensor, limit: float) -> None:
 
 
 def test_every_family_has_a_test() -> None:
-    assert TINY.keys() == FAMILIES.keys()
+    assert TINY.keys() == FAMILIES.keys() == set(specs.names("family"))
+    for name in FAMILIES:
+        facts, own = specs.find("family", name, "x").flags, family(name)
+        assert (facts["cell"], facts["video"]) == (own.cell, own.video)
     with pytest.raises(ValueError, match=r"family 'sd9': legal are sd3"):
         family("sd9")
 

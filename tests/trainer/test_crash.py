@@ -45,6 +45,8 @@ STEPS = 12
 class Number:
     """A model of one number, which remembers every batch and their order."""
 
+    batch = Batch
+
     def __init__(self) -> None:
         self.value, self.progress = torch.tensor([1]), Progress()
 

@@ -18,6 +18,7 @@ from services.trainer.algorithms.cross_entropy import CrossEntropy
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.backend import Backend
+from services.trainer.base_stack import Stack
 from services.trainer.batch import Batch
 from services.trainer.checkpoint import Saver
 from services.trainer.stack import TrainStack
@@ -80,7 +81,7 @@ def make_stack(
     return TrainStack(backend, algorithm or Grpo(algorithms.Grpo(clip_range=0.2)), section, world, 100, 1.0)
 
 
-def whole(stack: TrainStack) -> dict[str, torch.Tensor]:
+def whole(stack: Stack) -> dict[str, torch.Tensor]:
     """What is trained, gathered and copied; all ranks must call it."""
     tensors = stack.state().tensors
     return {name: _whole(value) for name, value in tensors.items() if name.startswith("model.")}

@@ -45,6 +45,26 @@ class Example:
         return len(self.prompt.tokens) + len(self.target)
 
 
+class MediaIntake:
+    """Prompts of a model that makes pictures: texts, which its own encoders take in; there are no tokens here."""
+
+    def __init__(self, files: Path, data: Data) -> None:
+        """BadInput for what only a language model can do."""
+        self.files, self.data = files, data
+        self.limit: int | None = None
+        for name, value, off in (("chat", data.chat, False), ("system", data.system, None)):
+            if value != off:
+                raise bad(f"data.{name}", value, "pictures are made from plain texts", str(off).lower())
+
+    def prompt(self, record: Record) -> Prompt:
+        """BadPrompt if it is no text, or an empty one."""
+        if not isinstance(record.prompt, str) or record.conversation:
+            raise BadPrompt("the prompt is a list of messages: pictures are made from plain texts")
+        if not record.prompt.strip():
+            raise BadPrompt("the prompt is empty")
+        return Prompt(record.prompt, [])
+
+
 class Intake:
     """One model's tokenizer and chat template. Knows the context length and the stop tokens."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.controller.lifecycles.common import check_scorers
 from services.controller.lifecycles.diffusion import DiffusionRecipe, media_plan
 from services.controller.lifecycles.state import Plan
 from shared.config.sections import Schedule
@@ -16,5 +15,4 @@ class Recipe(DiffusionRecipe):
 
 
 def plan(recipe: DiffusionRecipe) -> Plan:
-    check_scorers(recipe.reward)
     return media_plan(recipe, "at_least")

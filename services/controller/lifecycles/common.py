@@ -98,11 +98,11 @@ def check_components(recipe: RolloutRecipe) -> None:
     check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch, supervised=False)
     check_updates(recipe, recipe.data.batch_size * recipe.rollout.group_size)
     check_optimizer(recipe)
-    check_scorers(recipe.reward)
+    check_scorers(recipe.reward, media=False)
     for name, suite in recipe.eval.items():
         specs.check("source", suite.source.name, suite.source.params, f"eval.{name}.source")
         if suite.reward is not None:
-            check_scorers(suite.reward, f"eval.{name}.reward")
+            check_scorers(suite.reward, f"eval.{name}.reward", media=False)
     sampling = recipe.rollout.sampling
     if sampling.temperature == 0:
         raise bad("rollout.sampling.temperature", 0, "a greedy policy gives no gradient", "more than 0 for training")
@@ -128,10 +128,14 @@ def check_updates(recipe: Recipe, rows: int) -> None:
         raise bad("train.num_updates_per_batch", updates, f"does not divide the {rows} rows of a batch", f"such as {nearest}")
 
 
-def check_algorithm(algorithm: Component, updates: int, supervised: bool) -> None:
+def check_algorithm(algorithm: Component, updates: int, supervised: bool, media: bool = False) -> None:
     """BadInput for parameters that are wrong, and for an algorithm of the other kind of data."""
     specs.check("algorithm", algorithm.name, algorithm.params, "algorithm")
     flags = specs.find("algorithm", algorithm.name, "algorithm.name").flags
+    if bool(flags.get("media")) != media:
+        fitting = [n for n in specs.names("algorithm") if media == bool(specs.find("algorithm", n, "").flags.get("media"))]
+        what = "pictures" if media else "tokens"
+        raise bad("algorithm.name", algorithm.name, f"its loss is not one of {what}", ", ".join(fitting))
     if bool(flags.get("supervised")) != supervised:
         known = [
             n for n in specs.names("algorithm") if supervised == bool(specs.find("algorithm", n, "").flags.get("supervised"))
@@ -147,8 +151,13 @@ def check_name(at: str, name: str) -> None:
         raise bad(at, name, "a component's name is not empty and holds no '.', '/' or ':'")
 
 
-def check_scorers(reward: Reward, where: str = "reward") -> None:
+def check_scorers(reward: Reward, where: str = "reward", media: bool | None = None) -> None:
+    """`media`: whether pictures are scored; None: both may be."""
     for name, scorer in reward.scorers.items():
         at = f"{where}.scorers.{name}"
         check_name(at, name)
         specs.check("scorer", scorer.name, scorer.params, at)
+        kind = specs.find("scorer", scorer.name, at).flags.get("media")
+        if media is not None and kind is not None and kind != media:
+            what = "pictures, and there are none" if kind else "texts, and there are only pictures"
+            raise bad(f"{at}.name", scorer.name, f"scores {what}")

@@ -4,34 +4,62 @@ from __future__ import annotations
 
 from typing import Literal
 
+import pydantic
 from pydantic import Field
 
-from services.controller.lifecycles.common import check_scorers, rolled_out
+from services.controller.lifecycles.common import (
+    check_algorithm,
+    check_optimizer,
+    check_scorers,
+    check_updates,
+    rolled_out,
+)
 from services.controller.lifecycles.state import Branch, Plan
-from shared.config import sections
+from shared.config import sections, specs
 from shared.config.problems import bad
-from shared.config.sections import Algorithm, Component, Reward, Schedule, Section, Suites
+from shared.config.sections import Algorithm, Component, MediaModel, Reward, Schedule, Section, Suites
 
 
 class MediaSampling(Section):
-    num_inference_steps: int
-    height: int
-    width: int
-    num_frames: int = 1
+    num_inference_steps: int = Field(..., ge=1)
+    height: int = Field(..., ge=1)
+    width: int = Field(..., ge=1)
+    num_frames: int = Field(1, ge=1)
     guidance_scale: float = 1.0
-    eta: float = 0.7
-    shift: float = 3.0
+    negative_prompt: str = ""
+    eta: float = Field(0.7, ge=0)
+    """How much noise the steps that draw bring in."""
+    kernel: Literal["flow", "dance", "cps"] = "flow"
+    sde_indices: tuple[int, ...] | None = None
+    """Steps that draw; None: all."""
+    shared_noise: bool = False
+    """The samples of a prompt begin with the same noise."""
+    shift: float = Field(3.0, gt=0)
     """Static shift of the sigma schedule."""
+
+    @pydantic.model_validator(mode="after")
+    def _steps(self) -> MediaSampling:
+        outside = [i for i in self.sde_indices or () if not 0 <= i < self.num_inference_steps]
+        if outside:
+            raise ValueError(f"sde_indices {outside}: must be 0 to {self.num_inference_steps - 1}")
+        if len(set(self.sde_indices or ())) < len(self.sde_indices or ()):
+            raise ValueError(f"sde_indices {list(self.sde_indices or ())}: a step stands twice")
+        return self
 
 
 class MediaRollout(Section):
     engine: Component = Component(name="diffusers")
-    group_size: int
-    slice: int | None = 1
+    group_size: int = Field(..., ge=1)
+    slice: int | None = Field(1, ge=1)
+    """Samples a message; None: the whole group."""
     sampling: MediaSampling
+    stall_s: float = Field(600.0, gt=0)
+    """Without a denoising step for so long the message goes to another worker."""
+    deadline_s: float = Field(7200.0, gt=0)
 
 
 class DiffusionRecipe(sections.Recipe):
+    model: MediaModel
     rollout: MediaRollout
     reward: Reward
     algorithm: Algorithm
@@ -44,13 +72,13 @@ class Recipe(DiffusionRecipe):
 
 
 def plan(recipe: DiffusionRecipe) -> Plan:
-    check_scorers(recipe.reward)
     if recipe.schedule.max_staleness:
         raise bad("schedule.max_staleness", recipe.schedule.max_staleness, "diffusion is synchronous", "0")
     return media_plan(recipe, "exactly")
 
 
 def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) -> Plan:
+    check_media(recipe)
     return rolled_out(
         recipe,
         branches=(Branch(track="policy", n=recipe.rollout.group_size, media=True),),
@@ -62,3 +90,37 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
         suites=recipe.eval,
         need=need,
     )
+
+
+def check_media(recipe: DiffusionRecipe) -> None:
+    """BadInput names the field, the value and the nearest legal one."""
+    specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
+    specs.check("engine", recipe.rollout.engine.name, recipe.rollout.engine.params, "rollout.engine")
+    check_scorers(recipe.reward, media=True)
+    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch, supervised=False, media=True)
+    check_updates(recipe, recipe.data.batch_size * recipe.rollout.group_size)
+    check_optimizer(recipe)
+    for name, suite in recipe.eval.items():
+        specs.check("source", suite.source.name, suite.source.params, f"eval.{name}.source")
+        if suite.sampling is not None:
+            raise bad(f"eval.{name}.sampling", "given", "pictures are evaluated as in training, with eta 0", "leave it out")
+        if suite.reward is not None:
+            check_scorers(suite.reward, f"eval.{name}.reward", media=True)
+    sampling = recipe.rollout.sampling
+    facts = specs.find("family", recipe.model.family, "model.family").flags
+    cell = int(facts["cell"])
+    for field, value in (("height", sampling.height), ("width", sampling.width)):
+        if value % cell:
+            nearest = str(max(cell, round(value / cell) * cell))
+            raise bad(f"rollout.sampling.{field}", value, f"must be a multiple of {cell} for {recipe.model.family}", nearest)
+    if not facts["video"] and sampling.num_frames != 1:
+        raise bad("rollout.sampling.num_frames", sampling.num_frames, f"{recipe.model.family} makes images", "1")
+    if facts["video"] and sampling.num_frames % 4 != 1:
+        nearest = str(sampling.num_frames // 4 * 4 + 1)
+        raise bad("rollout.sampling.num_frames", sampling.num_frames, "must be 4 k + 1", nearest)
+    if sampling.eta == 0 or sampling.sde_indices == ():
+        field = "eta" if sampling.eta == 0 else "sde_indices"
+        value = getattr(sampling, field)
+        raise bad(f"rollout.sampling.{field}", value, f"{recipe.algorithm.name} learns from steps that draw", "some noise")
+    if recipe.train.micro_batch_tokens is not None or recipe.train.replay == "packed":
+        raise bad("train.replay", recipe.train.replay, "pictures have no tokens: give train.micro_batch_size", "padded")

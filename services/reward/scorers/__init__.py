@@ -17,6 +17,8 @@ BUILTIN = {
     "multiple_choice": "services.reward.scorers.multiple_choice:MultipleChoiceScorer",
     "math_verify": "services.reward.scorers.math_verify_scorer:MathVerifyScorer",
     "json_schema": "services.reward.scorers.json_schema:JsonSchemaScorer",
+    "brightness": "services.reward.scorers.pictures:BrightnessScorer",
+    "jpeg_size": "services.reward.scorers.pictures:JpegSizeScorer",
     "llm_judge": "services.reward.scorers.llm_judge:LlmJudgeScorer",
     "remote_http": "services.reward.scorers.remote_http:RemoteHttpScorer",
 }

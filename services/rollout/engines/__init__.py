@@ -21,4 +21,22 @@ def transformers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) 
     return TransformersEngine(placed(bundle), params)
 
 
-ENGINES: dict[str, Callable[[dict[str, Any], Any, Any, Any], Engine]] = {"transformers": transformers}
+def diffusers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> Engine:
+    from services.rollout.engines.diffusers_engine import DiffusersEngine
+    from shared.config.sections import MediaModel
+    from shared.models import lora
+    from shared.models.ar.bundle import placed
+    from shared.models.diffusion import family
+    from shared.models.diffusion.bundle import DiffusionBundle, load_pipeline
+
+    model = MediaModel.model_validate(recipe["model"])
+    own = family(model.family)
+    pipe = load_pipeline(files)
+    if model.lora is not None:
+        lora.inject(own.model(pipe), model.lora)
+    bundle = placed(DiffusionBundle(own.model(pipe), own))
+    pipe.to(next(bundle.model.parameters()).device)
+    return DiffusersEngine(own, pipe, params)
+
+
+ENGINES: dict[str, Callable[[dict[str, Any], Any, Any, Any], Engine]] = {"transformers": transformers, "diffusers": diffusers}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.rollout.engines.batching import BatchingEngine, Held, Item, rows
 from shared.config.builtin import Diffusers as Params
+from shared.models.ar.bundle import assign
 from shared.models.diffusion.family import NEGATIVE, Conditions, Family
 from shared.models.tensors import decode
 from shared.sde import loop
@@ -46,9 +47,7 @@ class DiffusersEngine(BatchingEngine):
     def adopt(self, track: str, version: int, loaded: dict[str, Tensor]) -> None:
         """ValueError names what does not fit."""
         self.wait_until_idle()
-        missing, unknown = self.model.load_state_dict(loaded, strict=False)
-        if missing or unknown:
-            raise ValueError(f"the version lacks {missing[:3]}, and has {unknown[:3]} that the model does not")
+        assign(self.model, loaded)
         self.version = version
 
     @torch.no_grad()

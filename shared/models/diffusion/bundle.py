@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from shared.models.diffusion.family import Family
+
+OPTIONAL = {f"{kind}{n}" for kind in ("text_encoder", "tokenizer") for n in ("", "_2", "_3")} | {
+    "image_encoder",
+    "feature_extractor",
+}
+"""Parts that a pipeline can do without."""
+
+
+def load_pipeline(folder: Path) -> Any:
+    """The whole pipeline of a folder, in float32, for the rollouts. Nothing is fetched, and no code of the folder's runs."""
+    import diffusers
+
+    index = json.loads((folder / "model_index.json").read_text())
+    kind: Any = getattr(diffusers, str(index.get("_class_name")), None)
+    if kind is None:
+        raise ValueError(
+            f"model_index.json names {index.get('_class_name')!r}, which is no pipeline of diffusers {diffusers.__version__}"
+        )
+    there = {name for name, about in index.items() if about and about != [None, None]}
+    absent = (set(inspect.signature(kind.__init__).parameters) & OPTIONAL) - there - set(kind._optional_components)
+    pipe = kind.from_pretrained(str(folder), local_files_only=True, **dict.fromkeys(absent))
+    pipe.set_progress_bar_config(disable=True)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval().requires_grad_(False)
+    return pipe
+
+
+def load_trained(folder: Path, family: Family, weights: Path | None = None) -> DiffusionBundle:
+    """The trained part alone, in float32; with a version's weights in place of the folder's own."""
+    import diffusers
+
+    kind: Any = diffusers.AutoModel
+    parts = {name: kind.from_pretrained(str(folder), subfolder=name, local_files_only=True) for name in family.trained}
+    model = family.joined(parts)
+    if weights is not None:
+        model.load_state_dict({n: v for path in sorted(weights.glob("*.safetensors")) for n, v in load_file(path).items()})
+    return DiffusionBundle(model.eval(), family)
 
 
 @dataclass

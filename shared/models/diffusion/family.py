@@ -7,6 +7,7 @@ need no family code, and a mean over latent elements means the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +31,8 @@ class Family:
     """Height and width in pixels must be multiples of it."""
     video: ClassVar[bool] = False
     """Frames are 4 k + 1."""
+    trained: ClassVar[tuple[str, ...]] = ("transformer",)
+    """Parts of the pipeline that are trained, by their names."""
 
     def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
         """Rows in the order of the prompts. Call it without gradients."""
@@ -41,7 +44,12 @@ class Family:
 
     def model(self, pipe: Any) -> Any:
         """What is trained."""
-        return pipe.transformer
+        return self.joined({name: getattr(pipe, name) for name in self.trained})
+
+    def joined(self, parts: Mapping[str, Any]) -> Any:
+        """The trained parts as one module."""
+        [found] = parts.values()
+        return found
 
     def latent_shape(self, pipe: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Without the batch."""

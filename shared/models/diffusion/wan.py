@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,12 +40,14 @@ class Wan21(Family):
 class Wan22(Wan21):
     """All rows of a forward pass, and under FSDP all ranks, must be on the same side of the boundary: one expert computes."""
 
+    trained = ("transformer", "transformer_2")
+
     def __init__(self, boundary: float = 0.875) -> None:
         """`boundary`: the sigma from which on the expert for high noise computes."""
         self.boundary = boundary
 
-    def model(self, pipe: Any) -> Any:
-        return torch.nn.ModuleDict({"high": pipe.transformer, "low": pipe.transformer_2})
+    def joined(self, parts: Mapping[str, Any]) -> Any:
+        return torch.nn.ModuleDict({"high": parts["transformer"], "low": parts["transformer_2"]})
 
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
         high = sigma >= self.boundary

@@ -1,0 +1,43 @@
+"""Rules for pictures, for tests and demos: brightness, and size as a JPEG. A video counts as the mean of its frames."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from shared.config.builtin import Brightness, JpegSize
+from shared.types.rewards import RewardRequest
+
+
+def frames_of(row: RewardRequest) -> np.ndarray[Any, Any]:
+    """uint8 [frames, height, width, 3]. ValueError for a row that holds no picture."""
+    if row.media is None or row.media.data is None:
+        raise ValueError(f"{row.sample_id} holds no picture: this scorer needs one")
+    pixels = np.asarray(row.media.data)
+    return pixels if pixels.ndim == 4 else pixels[None]
+
+
+class BrightnessScorer:
+    def __init__(self, params: Brightness) -> None:
+        self.params = params
+
+    def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
+        return [float(frames_of(row).mean()) / 255 for row in rows]
+
+
+class JpegSizeScorer:
+    def __init__(self, params: JpegSize) -> None:
+        self.params = params
+
+    def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
+        sign = -1.0 if self.params.reward == "small" else 1.0
+        return [sign * float(np.mean([self._kilobytes(f) for f in frames_of(row)])) / self.params.scale_kb for row in rows]
+
+    def _kilobytes(self, frame: np.ndarray[Any, Any]) -> float:
+        buffer = io.BytesIO()
+        Image.fromarray(frame).save(buffer, format="JPEG", quality=self.params.quality)
+        return len(buffer.getvalue()) / 1000

@@ -1,0 +1,152 @@
+"""The diffusion domain through all four services, on a tiny Stable Diffusion 3."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shared.models.diffusion import family
+from shared.models.diffusion.bundle import load_trained
+from tests.agent.agents import soon
+from tests.mesh.conftest import Mesh
+from tests.models.tiny_sd3 import make_folder
+
+STEPS, BATCH, GROUP = 3, 2, 4
+LORA = {"rank": 2, "alpha": 4, "targets": ["to_q", "to_v"]}
+
+
+@pytest.fixture(scope="module")
+def pictures(model_folder: Path) -> Path:
+    """A pipeline's folder, with prompts beside it."""
+    folder = make_folder(model_folder.parent / "pictures", seed=3)
+    prompts = ("a red disc", "a blue square", "a green triangle", "a yellow disc")
+    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (model_folder.parent / "prompts.jsonl").write_text(rows)
+    return folder
+
+
+def document(folder: Path, **changes: Any) -> dict[str, Any]:
+    source = {"name": "jsonl", "params": {"path": str(folder.parent / "prompts.jsonl")}}
+    found: dict[str, Any] = {
+        "domain": "diffusion",
+        "steps": STEPS,
+        "deterministic": True,
+        "model": {"path": str(folder), "family": "sd3"},
+        "data": {"source": source, "batch_size": BATCH},
+        "rollout": {
+            "group_size": GROUP,
+            "slice": 2,
+            "sampling": {"num_inference_steps": 4, "height": 16, "width": 16, "sde_indices": [0, 1]},
+        },
+        "reward": {"scorers": {"light": {"name": "brightness"}, "small": {"name": "jpeg_size", "weight": 0.1}}},
+        "algorithm": {"name": "flow_grpo", "params": {"clip_range": 1e-3}},
+        "train": {"optimizer": {"lr": 1e-3}, "num_updates_per_batch": 2, "checkpoint_every": 1, "keep_checkpoints_every": 1},
+        "eval": {"fixed": {"source": source, "size": 2}},
+    }
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = found
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return found
+
+
+def run(mesh: Mesh, given: dict[str, Any]) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+    job = mesh.submit(given)
+    view = mesh.done(job)
+    assert view["ledger"]["trained"] == STEPS * BATCH and view["ledger"]["in_flight"] == 0
+    return job, mesh.get(f"/v1/jobs/{job}/steps"), view
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"algorithm": {"name": "flow_dppo"}, "rollout__sampling__kernel": "cps", "rollout__sampling__guidance_scale": 3.0},
+        {"algorithm": {"name": "flow_grpo", "params": {"beta": 0.1, "clip_range": 1e-3}}, "model__lora": LORA},
+        {"algorithm": {"name": "flow_unigrpo"}, "rollout__sampling__kernel": "dance", "train__micro_batch_size": 3},
+    ],
+    ids=["grpo", "dppo-cps-guided", "grpo-kl-lora", "unigrpo-dance"],
+)
+def test_it_runs_through_all_services(mesh: Mesh, pictures: Path, changes: dict[str, Any]) -> None:
+    job, steps, view = run(mesh, document(pictures, **changes))
+    assert all(step["updates"] == 2 and step["rollout_gap_max"] < 1e-2 for step in steps)
+    assert steps[0]["rollout_gap_max"] <= 5e-3 and np.isfinite(steps[-1]["loss"])
+    assert {e["tag"] for e in view["evals"]} == {"start", "end"} and all(0 < e["reward"] < 1 for e in view["evals"])
+    folder = mesh.state / "jobs" / job / "weights" / "policy" / "1" / f"v{2 * STEPS}"
+    names = {n for path in folder.glob("*.safetensors") for n in load_file(path)}
+    assert names and all(".lora_" in n for n in names) == ("model__lora" in changes)
+    if "kernel" not in str(changes):
+        check_export(mesh, pictures, job, folder)
+    [first, *_] = mesh.get(f"/v1/jobs/{job}/samples", step=1, limit=2)["samples"]
+    assert set(first["components"]) == {"light", "small"} and first["version"] == 0
+
+
+def check_export(mesh: Mesh, pictures: Path, job: str, version: Path) -> None:
+    """diffusers opens it in place of the pipeline's own, adapters merged."""
+    export = mesh.http.post(f"/v1/jobs/{job}/exports", json={}).json()["id"]
+    place = f"/v1/jobs/{job}/exports/{export}"
+    view = soon(lambda: found if (found := mesh.get(place))["state"] in ("done", "failed") else None, 60)
+    assert view["state"] == "done", view
+    target = mesh.state / "exported" / job
+    target.mkdir(parents=True)
+    for name in view["files"]:
+        (target / name).write_bytes(mesh.http.get(f"{place}/files/{name}").content)
+    kind: Any = diffusers.SD3Transformer2DModel
+    merged, before = kind.from_pretrained(target).state_dict(), load_trained(pictures, family("sd3")).model.state_dict()
+    assert merged.keys() == before.keys() and any(not torch.equal(merged[n], before[n]) for n in merged)
+    tensors = {n: v for path in version.glob("*.safetensors") for n, v in load_file(path).items()}
+    assert all(torch.equal(merged[n], v) for n, v in tensors.items() if n in merged)
+
+
+def test_a_dry_run_says_what_it_takes(mesh: Mesh, pictures: Path) -> None:
+    answer = mesh.http.post("/v1/jobs", json={"document": document(pictures), "dry_run": True})
+    assert answer.status_code == 200 and answer.json()["estimate"]["parameters"] > 10_000
+
+
+def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> None:
+    """Twice the same, and again from a checkpoint: the same parameters to the bit."""
+    first, steps, view = run(mesh, document(pictures))
+    second, again, other = run(mesh, document(pictures))
+    assert [s["reward"] for s in steps] == [s["reward"] for s in again]
+    assert mesh.fingerprint(first, 2 * STEPS) == mesh.fingerprint(second, 2 * STEPS)
+    assert [e["reward"] for e in view["evals"]] == [e["reward"] for e in other["evals"]]
+    before = mesh.fingerprint(first, 2 * STEPS)
+    assert mesh.http.post(f"/v1/jobs/{first}/restore", params={"step": 1}).status_code == 202
+    mesh.done(first)
+    assert mesh.fingerprint(first, 2 * STEPS) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout__sampling__height": 20}, ["rollout.sampling.height", "20", "multiple of 16", "16"]),
+        ({"rollout__sampling__num_frames": 5}, ["num_frames", "makes images"]),
+        ({"rollout__sampling__sde_indices": [4]}, ["sde_indices", "[4]", "0 to 3"]),
+        ({"rollout__sampling__eta": 0}, ["rollout.sampling.eta", "learns from steps that draw"]),
+        ({"rollout__sampling__sde_indices": []}, ["rollout.sampling.sde_indices", "learns from steps that draw"]),
+        ({"algorithm": {"name": "grpo"}}, ["algorithm.name", "not one of pictures", "flow_grpo"]),
+        ({"model__family": "sd4"}, ["model.family", "'sd4'", "sd3"]),
+        ({"reward": {"scorers": {"x": {"name": "exact_match"}}}}, ["reward.scorers.x.name", "scores texts"]),
+        ({"data__chat": True}, ["data.chat", "plain texts"]),
+        ({"train__micro_batch_tokens": 5}, ["train.replay", "micro_batch_size"]),
+        ({"model__lora": {"rank": 2, "alpha": 4, "targets": ["q_proj"]}}, ["model.lora.targets", "q_proj"]),
+        ({"eval__fixed__sampling": {"max_new_tokens": 3}}, ["eval.fixed.sampling", "eta 0"]),
+    ],
+)
+def test_what_cannot_be_is_refused(mesh: Mesh, pictures: Path, changes: dict[str, Any], words: list[str]) -> None:
+    answer = mesh.http.post("/v1/jobs", json={"document": document(pictures, **changes)})
+    assert answer.status_code == 422 and all(word in answer.text for word in words), answer.text
+
+
+def test_the_folder_of_a_language_model_is_none_of_a_pipeline(mesh: Mesh, pictures: Path, model_folder: Path) -> None:
+    answer = mesh.http.post("/v1/jobs", json={"document": document(pictures, model__path=str(model_folder))})
+    assert answer.status_code == 422 and "no model_index.json" in answer.text

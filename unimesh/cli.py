@@ -172,13 +172,15 @@ def completion(shell: str) -> None:
 
 @cli.command()
 @click.option("--seed", default=0, show_default=True)
-@click.option("--domain", type=click.Choice(["ar", "sft"]), default="ar", show_default=True)
+@click.option("--domain", type=click.Choice(["ar", "diffusion", "sft"]), default="ar", show_default=True)
 @click.option("--model", type=click.Choice(["tiny", "smollm2"]), default="tiny", show_default=True)
 @click.option("--steps", default=None, type=int, help="Another number of steps than the recipe's.")
 def demo(seed: int, domain: str, model: str, steps: int | None) -> None:
-    """Train a tiny model on this machine: ar warms up by imitation and then learns from rewards; sft imitates conversations."""
-    from unimesh.demo import run
+    """Train a tiny model on this machine: ar and diffusion learn from rewards what they had imitated badly; sft imitates."""
+    from unimesh.demo import FLOWS, run
 
+    if (domain, model) not in FLOWS:
+        raise click.UsageError(f"--domain {domain} has no demo with --model {model}")
     sys.exit(run(seed, domain, model, steps))
 
 

@@ -17,6 +17,7 @@ from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooL
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
+from services.controller.lifecycles.diffusion import check_size
 from services.controller.lifecycles.state import Phase, Plan, Root
 from services.controller.models import check_adapter, fingerprint, reference_of
 from shared.config import specs
@@ -117,6 +118,7 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     media = bool(plan.branches) and plan.branches[0].media
     intake: Any
     if media:
+        check_size(recipe, files.files)
         intake = MediaIntake(files.files, recipe.data)
     else:
         intake = Intake(files.files, recipe.data, recipe.rollout.sampling.max_new_tokens if plan.route else 1)

@@ -59,12 +59,13 @@ class Runner:
         self.backend = open_bodies(settings.bodies, job.doc.id)
         self.writer = Writer(job, BodyStore(self.client, self.keys, self.backend))
         logging_section = job.recipe.logging
+        media = any(branch.media for branch in job.doc.plan.branches)  # whose bodies are large, and hold no text
         self.recorder = Recorder(
             connect(),
             self.keys,
             BodyStore(connect(), self.keys, self.backend),
             Records(settings.records(job.doc.id)),
-            logging_section.texts,
+            0 if media else logging_section.texts,
             logging_section.keep_steps,
             settings.otlp,
         )

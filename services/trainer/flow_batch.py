@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ from shared.types.sample import Sample
 from shared.types.segments import LatentSegment
 from shared.wire.envelope import TrainSlice
 from shared.wire.errors import BodyLost
+
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes it, and a copy would be large
 
 
 @dataclass(frozen=True)
@@ -106,5 +109,4 @@ def _rows(sample: Sample, part: Part) -> list[FlowRow]:
 
 def _tensor(value: Any) -> Tensor:
     """A view of the body's memory, which nobody writes."""
-    array = np.asarray(value)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return torch.from_numpy(np.asarray(value))

@@ -67,6 +67,10 @@ class Brightness(Params):
     """0 … 1, of all pixels (of a video, of all frames)."""
 
 
+class ShapesScorer(Params):
+    """Prompts are a colour and a shape: `red disc`."""
+
+
 class JpegSize(Params):
     """Compressibility as in DDPO (arXiv 2305.13301)."""
 
@@ -290,6 +294,7 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("scorer", "remote_http", RemoteHttp, "a scorer that runs elsewhere", {}),
     ("scorer", "brightness", Brightness, "the mean brightness of a picture", {"media": True}),
     ("scorer", "jpeg_size", JpegSize, "how small (or large) a picture is as a JPEG", {"media": True}),
+    ("scorer", "shapes", ShapesScorer, "whether a picture shows the shape of the prompt, in its colour", {"media": True}),
     ("engine", "diffusers", Diffusers, "Hugging Face diffusers' flow-matching pipelines", {"torch": True, "media": True}),
     ("engine", "transformers", Engine, "Hugging Face transformers, batched, with a KV cache", {"torch": True}),
     ("source", "jsonl", Jsonl, "one JSON object a line", {"files": ("path",)}),

@@ -32,6 +32,7 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if name not in listed(folder):
         raise unknown("recipe", name, listed(folder), "unknown recipe")
@@ -42,6 +43,8 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
             document = OmegaConf.to_container(tree, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise BadInput([Problem(field="overrides", value=list(overrides), message=_first(error))]) from error
+    except YAMLError as error:
+        raise bad("recipe", name, f"is no YAML: {' '.join(str(error).split())}", "a YAML document") from error
     assert isinstance(document, dict)
     if missing := list(_missing(document, "")):
         problems = [Problem(field=field, message="must be given", legal=f"`{field}=VALUE`") for field in missing]

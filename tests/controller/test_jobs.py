@@ -305,6 +305,13 @@ def test_recipes_that_do_not_compose(name: str, overrides: list[str], word: str)
             raise
 
 
+def test_a_recipe_that_is_no_yaml_is_named_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "ar").mkdir()
+    (tmp_path / "ar" / "broken.yaml").write_text("model: {path: ?}\n")
+    with pytest.raises(BadInput, match=r"recipe.*ar/broken.*line 1, column 15"):
+        compose("ar/broken", folder=tmp_path)
+
+
 def test_overrides_follow_hydras_grammar(model_folder: Path) -> None:
     document = compose("ar/sort", [f"model.path={model_folder}", "train.optimizer.betas=[0.5,0.6]", "+deterministic=true"])
     assert document["train"]["optimizer"]["betas"] == [0.5, 0.6] and document["deterministic"] is True

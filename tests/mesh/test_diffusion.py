@@ -128,7 +128,7 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout__sampling__height": 20}, ["rollout.sampling.height", "20", "multiple of 16", "16"]),
+        ({"rollout__sampling__height": 18}, ["rollout.sampling.height", "18", "multiple of 4", "16"]),
         ({"rollout__sampling__num_frames": 5}, ["num_frames", "makes images"]),
         ({"rollout__sampling__sde_indices": [4]}, ["sde_indices", "[4]", "0 to 3"]),
         ({"rollout__sampling__eta": 0}, ["rollout.sampling.eta", "learns from steps that draw"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import textwrap
 import time
@@ -17,9 +18,11 @@ from services.reward.handler import requests
 from services.reward.isolated import IsolatedScorer
 from services.reward.scorers import BUILTIN, implementation, load
 from services.reward.verdict import verdict
+from shared import pictures
 from shared.config import specs
 from shared.config.problems import BadInput
-from shared.types import ARSamplingParams, RewardRequest, Sample, Text, TextSegment
+from shared.pictures import PROMPTS, paint
+from shared.types import ARSamplingParams, Media, RewardRequest, Sample, Text, TextSegment
 
 
 def row(completion: str, tokens: int = 0, **metadata: Any) -> RewardRequest:
@@ -42,6 +45,42 @@ def test_regex() -> None:
     assert scores("regex", {"pattern": r"\d+", "full": False}, row("a12b"), row("ab")) == [1.0, 0.0]
     with pytest.raises(BadInput, match="no regular expression"):
         load("regex", {"pattern": "("})
+
+
+def picture(pixels: np.ndarray[Any, Any], prompt: str = "red disc") -> RewardRequest:
+    """`pixels`: [3, size, size] in 0 … 1, as `shared.pictures.paint` gives them."""
+    data = (pixels.transpose(1, 2, 0) * 255).round().astype(np.uint8)
+    return RewardRequest(sample_id="r/0", prompt=prompt, completion="", media=Media(mime="image/raw", data=data))
+
+
+def test_brightness_and_jpeg_size() -> None:
+    noise = np.random.default_rng(0).random((3, 16, 16))
+    grey = np.full((3, 16, 16), 0.2)
+    frames = np.stack([np.zeros((8, 8, 3)), np.full((8, 8, 3), 255)]).astype(np.uint8)
+    media = Media(mime="video/raw", data=frames)
+    video = RewardRequest(sample_id="r/0", prompt="", completion="", media=media)
+    assert scores("brightness", {}, picture(grey), picture(grey * 5), video) == [0.2, 1.0, 0.5]
+    calm, wild = scores("jpeg_size", {}, picture(grey), picture(noise))
+    assert calm is not None and wild is not None and calm != wild
+    for name in ("brightness", "jpeg_size", "shapes"):
+        with pytest.raises(ValueError, match="r/0 holds no picture"):
+            scores(name, {}, row("text"))
+
+
+def test_shapes_wants_the_colour_and_the_shape_of_the_prompt() -> None:
+    rng, draws = np.random.default_rng(0), random.Random(0)
+    wanted = [prompt for prompt in PROMPTS for _ in range(20)]
+    right = scores("shapes", {}, *map(picture, paint(wanted, rng), wanted))
+    assert min(score or 0 for score in right) > 0.85
+    careless = [pictures.careless(prompt, draws) for prompt in wanted]
+    found = scores("shapes", {}, *map(picture, paint(careless, rng), wanted))
+    for said, done, score in zip(wanted, careless, found, strict=True):
+        assert score is not None and (score > 0.85 if said == done else score < 0.3), (said, done, score)
+    assert 0.2 < sum(score or 0 for score in found) / len(found) < 0.42
+    with pytest.raises(
+        ValueError, match=r"'red cat': must be a colour \(red, green, blue, yellow\) and a shape \(disc, square"
+    ):
+        scores("shapes", {}, picture(np.zeros((3, 24, 24)), "red cat"))
 
 
 def test_length() -> None:

@@ -150,8 +150,8 @@ def test_versions_are_adopted_whole(engine: DiffusersEngine) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"height": 100}, "height 100: must be a multiple of 16, such as 96"),
-        ({"width": 8}, "width 8: must be a multiple of 16, such as 16"),
+        ({"height": 100}, "height 100: must be a multiple of 8, such as 96"),
+        ({"width": 4}, "width 4: must be a multiple of 8, such as 8"),
         ({"num_frames": 5}, "num_frames 5: the family makes images"),
         ({"sigmas": None}, "sigmas: the request must pin them"),
         ({"sigmas": (1.0, 0.5, 0.6, 0.3, 0.2, 0.0)}, "must fall"),

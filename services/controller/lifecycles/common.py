@@ -63,7 +63,7 @@ def rolled_out(
         overlong_factor=reward.overlong_factor,
         propagate=reward.propagate,
         checkpoint_every=recipe.train.checkpoint_every,
-        suites={name: suite_plan(name, suite, reward) for name, suite in suites.items()},
+        suites={name: suite_plan(name, suite, reward, branches[0].media) for name, suite in suites.items()},
         previews=recipe.logging.previews,
         **more,
     )
@@ -80,10 +80,10 @@ def scoring(reward: Reward, suite: str = "") -> dict[str, Any]:
     }
 
 
-def suite_plan(name: str, suite: Suite, training: Reward) -> SuitePlan:
-    """BadInput for several greedy samples of a prompt: they are all the same."""
+def suite_plan(name: str, suite: Suite, training: Reward, media: bool = False) -> SuitePlan:
+    """BadInput for several greedy samples of a text: they are all the same. Pictures begin with noises of their own."""
     check_name(f"eval.{name}", name)
-    greedy = suite.sampling is None or suite.sampling.temperature == 0
+    greedy = not media and (suite.sampling is None or suite.sampling.temperature == 0)
     if suite.n > 1 and greedy:
         legal = f"1, or eval.{name}.sampling with a temperature above 0"
         raise bad(f"eval.{name}.n", suite.n, "greedy samples are all the same", legal)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pydantic
 from pydantic import Field
 
@@ -18,6 +20,7 @@ from services.controller.lifecycles.state import Branch, Plan
 from shared.config import sections, specs
 from shared.config.problems import bad
 from shared.config.sections import Algorithm, Component, MediaModel, Reward, Schedule, Section, Suites
+from shared.sde.sigmas import policy_of
 
 
 class MediaSampling(Section):
@@ -79,7 +82,7 @@ def plan(recipe: DiffusionRecipe) -> Plan:
 
 def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) -> Plan:
     check_media(recipe)
-    return rolled_out(
+    found = rolled_out(
         recipe,
         branches=(Branch(track="policy", n=recipe.rollout.group_size, media=True),),
         route=("rollout.policy", "reward"),
@@ -90,6 +93,22 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
         suites=recipe.eval,
         need=need,
     )
+    return msgspec.structs.replace(found, previews=0)  # the controller opens no bodies of pictures
+
+
+def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
+    """Against the pipeline's own configs, before anything loads. BadInput names the nearest legal size."""
+    cell = int(specs.find("family", recipe.model.family, "model.family").flags["cell"])
+    if recipe.model.family == "sd3":  # whose configs say all of it
+        policy = policy_of(folder)
+        cell = policy.vae_scale_factor * policy.patch_size
+    for field in ("height", "width"):
+        value = getattr(recipe.rollout.sampling, field)
+        if value % cell:
+            nearest = str(max(cell, round(value / cell) * cell))
+            raise bad(
+                f"rollout.sampling.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest
+            )
 
 
 def check_media(recipe: DiffusionRecipe) -> None:
@@ -108,11 +127,6 @@ def check_media(recipe: DiffusionRecipe) -> None:
             check_scorers(suite.reward, f"eval.{name}.reward", media=True)
     sampling = recipe.rollout.sampling
     facts = specs.find("family", recipe.model.family, "model.family").flags
-    cell = int(facts["cell"])
-    for field, value in (("height", sampling.height), ("width", sampling.width)):
-        if value % cell:
-            nearest = str(max(cell, round(value / cell) * cell))
-            raise bad(f"rollout.sampling.{field}", value, f"must be a multiple of {cell} for {recipe.model.family}", nearest)
     if not facts["video"] and sampling.num_frames != 1:
         raise bad("rollout.sampling.num_frames", sampling.num_frames, f"{recipe.model.family} makes images", "1")
     if facts["video"] and sampling.num_frames % 4 != 1:

@@ -18,6 +18,7 @@ BUILTIN = {
     "math_verify": "services.reward.scorers.math_verify_scorer:MathVerifyScorer",
     "json_schema": "services.reward.scorers.json_schema:JsonSchemaScorer",
     "brightness": "services.reward.scorers.pictures:BrightnessScorer",
+    "shapes": "services.reward.scorers.pictures:ShapesScorer",
     "jpeg_size": "services.reward.scorers.pictures:JpegSizeScorer",
     "llm_judge": "services.reward.scorers.llm_judge:LlmJudgeScorer",
     "remote_http": "services.reward.scorers.remote_http:RemoteHttpScorer",

@@ -10,6 +10,8 @@ import numpy as np
 from PIL import Image
 
 from shared.config.builtin import Brightness, JpegSize
+from shared.config.builtin import ShapesScorer as Shapes
+from shared.pictures import likeness
 from shared.types.rewards import RewardRequest
 
 
@@ -27,6 +29,17 @@ class BrightnessScorer:
 
     def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
         return [float(frames_of(row).mean()) / 255 for row in rows]
+
+
+class ShapesScorer:
+    """The demo's rule: the shape in the colour that the prompt names."""
+
+    def __init__(self, params: Shapes) -> None:
+        self.params = params
+
+    def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
+        pictures = np.concatenate([frames_of(row)[:1] for row in rows]).astype(np.float32) / 255
+        return [float(value) for value in likeness(pictures, [row.prompt for row in rows])]
 
 
 class JpegSizeScorer:

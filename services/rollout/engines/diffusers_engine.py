@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,7 +55,8 @@ class DiffusersEngine(BatchingEngine):
         if self.running or not self.encoded:
             return None
         prompt, cond = next(iter(self.encoded.items()))
-        shape = self.family.latent_shape(self.pipe, self.family.cell * 2, self.family.cell * 2, 1)
+        side = 2 * self.family.cell_of(self.pipe)
+        shape = self.family.latent_shape(self.pipe, side, side, 1)
         x = loop.initial_noise(0, [prompt], shape)
         scale = 1.0 if self.family.guides(1.0) else 0.0
         found = self.family.predict(
@@ -81,19 +82,38 @@ class DiffusersEngine(BatchingEngine):
                 count += size
         return self.taken(chosen)
 
+    @torch.no_grad()
     def generate(self, batch: list[Item], held: Held) -> None:
-        """At most `forward_batch_size` rows a forward pass; a slice goes out when its last row is done."""
+        """The rows of all slices, at most `forward_batch_size` a forward pass; a slice goes out when its last row is done."""
         params = batch[0].samples[0].frontier.sampling_params
         if not isinstance(params, DiffusionSamplingParams):
             raise ValueError(f"the diffusers engine cannot do {type(params).__name__}")
         self._check(params)
-        for place, item in enumerate(batch):
-            held.ended(place, [self._filled(sample, params) for sample in item.samples])
+        jobs = [
+            _Row(place, number, name, prompt)
+            for place, item in enumerate(batch)
+            for number, s in enumerate(item.samples)
+            for name, prompt in _named(s)
+        ]
+        encoded = self._encode([*dict.fromkeys(row.prompt for row in jobs), *self._against(params)])
+        made: dict[tuple[int, int], list[Made]] = {}
+        missing = [rows(item.samples) for item in batch]
+        for low in range(0, len(jobs), self.max_rows):
+            some = jobs[low : low + self.max_rows]
+            for row, one in zip(some, self._sampled(some, params, encoded), strict=True):
+                made.setdefault((row.place, row.number), []).append(one)
+                missing[row.place] -= 1
+                if not missing[row.place]:
+                    own = [
+                        self._filled(sample, params, made.pop((row.place, k)), encoded)
+                        for k, sample in enumerate(batch[row.place].samples)
+                    ]
+                    held.ended(row.place, own)
             held.maybe(time.monotonic())
 
     def _check(self, params: DiffusionSamplingParams) -> None:
         """ValueError for a request that the family cannot fill."""
-        cell = self.family.cell
+        cell = self.family.cell_of(self.pipe)
         for name, value in (("height", params.height), ("width", params.width)):
             if value < cell or value % cell:
                 nearest = max(cell, round(value / cell) * cell)
@@ -114,54 +134,19 @@ class DiffusersEngine(BatchingEngine):
         found: torch.device = next(self.model.parameters()).device
         return found
 
+    def _against(self, params: DiffusionSamplingParams) -> list[str]:
+        """The negative prompt, where guidance needs one."""
+        return [params.negative_prompt] if self.family.guides(params.guidance_scale) else []
+
     @torch.no_grad()
-    def _filled(self, sample: Sample, params: DiffusionSamplingParams) -> Sample:
-        ids = sample.frontier.sample_ids
-        prompts = sample.parts[0].text
-        parents = {name: row for row, name in enumerate(sample.parts[0].sample_ids)}
-        owners = [parents[i.rpartition("/")[0]] for i in ids]
-        encoded = self._encode([*prompts, params.negative_prompt] if self._guides(params) else prompts)
-        shape = self.family.latent_shape(self.pipe, params.height, params.width, params.num_frames)
-        found = []
-        for low in range(0, len(ids), self.params.forward_batch_size):
-            some = range(low, min(len(ids), low + self.params.forward_batch_size))
-            cond = _joined([encoded[prompts[owners[k]]] for k in some], self._device)
-            against = [encoded[params.negative_prompt]] * len(some) if self._guides(params) else None
-            negative = None if against is None else _joined(against, self._device)
-            found.append(self._sampled([ids[k] for k in some], params, shape, cond, negative))
-        latents = torch.cat([t.latents for t, _ in found])
-        scores = [t.log_probs for t, _ in found if t.log_probs is not None]
-        segment = LatentSegment(
-            latents=latents.cpu().numpy(),
-            positions=found[0][0].positions,
-            sigmas=np.asarray(params.sigmas, np.float32),
-            sde_indices=params.resolve_sde_indices(),
-            log_probs=torch.cat(scores).cpu().numpy() if scores else None,
-        )
-        kind = "video" if self.family.video else "image"
-        media = tuple(Media(mime=f"{kind}/raw", data=pixels) for _, several in found for pixels in several)
-        filled = sample.fill(
-            segment,
-            primitives={kind: media},
-            status=("ok",) * len(ids),
-            output_version=np.full(len(ids), self.version, np.int64),
-        )
-        return Sample((self._conditioned(sample.parts[0], encoded, prompts, params), *filled.parts[1:]))
-
-    def _guides(self, params: DiffusionSamplingParams) -> bool:
-        return self.family.guides(params.guidance_scale)
-
-    def _sampled(
-        self,
-        ids: Sequence[str],
-        params: DiffusionSamplingParams,
-        shape: tuple[int, ...],
-        cond: Conditions,
-        negative: Conditions | None,
-    ) -> tuple[loop.Trajectory, list[np.ndarray[Any, Any]]]:
-        """Trajectories, and uint8 pixels [(frames,) height, width, 3] of each row."""
+    def _sampled(self, some: Sequence[_Row], params: DiffusionSamplingParams, encoded: dict[str, Conditions]) -> list[Made]:
+        """Trajectory, log-probs, and uint8 pixels [(frames,) height, width, 3] of each row."""
         device, storage = self._device, DTYPES[self.params.trajectory_dtype]
-        sigmas = torch.tensor(params.sigmas, dtype=torch.float32, device=device)
+        shape = self.family.latent_shape(self.pipe, params.height, params.width, params.num_frames)
+        ids = [row.name for row in some]
+        cond = _joined([encoded[row.prompt] for row in some], device)
+        against = [encoded[prompt] for prompt in self._against(params)]
+        negative = _joined(against * len(some), device) if against else None
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return self.family.predict(self.model, x.float(), sigma, cond, negative, params.guidance_scale)
@@ -172,7 +157,7 @@ class DiffusersEngine(BatchingEngine):
         found = loop.sample(
             velocity,
             loop.initial_noise(params.seed, noise_groups(ids, params.shared_noise), shape).to(device),
-            sigmas,
+            torch.tensor(params.sigmas, dtype=torch.float32, device=device),
             params.kernel,
             params.eta,
             params.resolve_sde_indices(),
@@ -181,8 +166,30 @@ class DiffusersEngine(BatchingEngine):
             tick=tick,
         )
         pixels = (self.family.decode(self.pipe, found.final.float()) / 2 + 0.5).clamp(0, 1)
-        last = pixels.movedim(1, -1).mul(255).round().to(torch.uint8).cpu().numpy()
-        return found, list(last)
+        whole = pixels.movedim(1, -1).mul(255).round().to(torch.uint8).cpu().numpy()
+        latents = found.latents.cpu().numpy()
+        scores = None if found.log_probs is None else found.log_probs.cpu().numpy()
+        return [Made(found.positions, latents[k], None if scores is None else scores[k], whole[k]) for k in range(len(some))]
+
+    def _filled(
+        self, sample: Sample, params: DiffusionSamplingParams, made: Sequence[Made], encoded: dict[str, Conditions]
+    ) -> Sample:
+        scores = [one.log_probs for one in made if one.log_probs is not None]
+        segment = LatentSegment(
+            latents=np.stack([one.latents for one in made]),
+            positions=made[0].positions,
+            sigmas=np.asarray(params.sigmas, np.float32),
+            sde_indices=params.resolve_sde_indices(),
+            log_probs=np.stack(scores) if scores else None,
+        )
+        kind = "video" if self.family.video else "image"
+        filled = sample.fill(
+            segment,
+            primitives={kind: tuple(Media(mime=f"{kind}/raw", data=one.pixels) for one in made)},
+            status=("ok",) * len(made),
+            output_version=np.full(len(made), self.version, np.int64),
+        )
+        return Sample((self._conditioned(sample.parts[0], encoded, params), *filled.parts[1:]))
 
     def _encode(self, prompts: Sequence[str]) -> dict[str, Conditions]:
         """Each prompt's conditions, from the cache or the encoders; new ones together."""
@@ -198,15 +205,41 @@ class DiffusersEngine(BatchingEngine):
             self.encoded.popitem(last=False)
         return found
 
-    def _conditioned(
-        self, prompt: Part, encoded: dict[str, Conditions], prompts: Sequence[str], params: DiffusionSamplingParams
-    ) -> Part:
+    def _conditioned(self, prompt: Part, encoded: dict[str, Conditions], params: DiffusionSamplingParams) -> Part:
         """The prompt's Part with what replay needs of it, once for all samples of a prompt; `negative.…`: of guidance."""
-        cond = _joined([encoded[text] for text in prompts], torch.device("cpu"))
-        if self._guides(params):
-            against = _joined([encoded[params.negative_prompt]] * len(prompts), torch.device("cpu"))
+        texts, cpu = prompt.text, torch.device("cpu")
+        cond = _joined([encoded[text] for text in texts], cpu)
+        for negative in self._against(params):
+            against = _joined([encoded[negative]] * len(texts), cpu)
             cond |= {f"{NEGATIVE}{name}": value for name, value in against.items()}
         return msgspec.structs.replace(prompt, conditions={name: _plain(value) for name, value in cond.items()})
+
+
+class _Row(NamedTuple):
+    """One picture to make."""
+
+    place: int
+    """Of its slice in the batch."""
+    number: int
+    """Of its Sample in the slice."""
+    name: str
+    prompt: str
+
+
+class Made(NamedTuple):
+    """One picture."""
+
+    positions: tuple[int, ...]
+    latents: np.ndarray[Any, Any]
+    """[points, *latent]."""
+    log_probs: np.ndarray[Any, Any] | None
+    pixels: np.ndarray[Any, Any]
+
+
+def _named(sample: Sample) -> list[tuple[str, str]]:
+    """(id, prompt) of each row to make."""
+    prompts = dict(zip(sample.parts[0].sample_ids, sample.parts[0].text, strict=True))
+    return [(name, prompts[name.rpartition("/")[0]]) for name in sample.frontier.sample_ids]
 
 
 def _plain(value: Tensor) -> np.ndarray[Any, Any]:

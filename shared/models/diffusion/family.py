@@ -28,11 +28,15 @@ class Family:
     pipeline: ClassVar[str]
     """Name of its class in diffusers."""
     cell: ClassVar[int] = 16
-    """Height and width in pixels must be multiples of it."""
+    """Height and width in pixels must be multiples of it, in the checkpoints that people have."""
     video: ClassVar[bool] = False
     """Frames are 4 k + 1."""
     trained: ClassVar[tuple[str, ...]] = ("transformer",)
     """Parts of the pipeline that are trained, by their names."""
+
+    def cell_of(self, pipe: Any) -> int:
+        """Of this pipeline: VAEs and patches may be smaller."""
+        return self.cell
 
     def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
         """Rows in the order of the prompts. Call it without gradients."""

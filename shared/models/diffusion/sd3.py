@@ -13,8 +13,13 @@ class SD3(Family):
     pipeline = "StableDiffusion3Pipeline"
 
     def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
-        text, _, pooled, _ = pipe.encode_prompt(prompts, None, None, do_classifier_free_guidance=False)
+        """Where the pipeline has no T5, one zero token stands for its text, not as many as the longest would have."""
+        longest = {} if pipe.text_encoder_3 is not None else {"max_sequence_length": 1}
+        text, _, pooled, _ = pipe.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, **longest)
         return {"text": text, "pooled": pooled}
+
+    def cell_of(self, pipe: Any) -> int:
+        return int(pipe.vae_scale_factor * pipe.transformer.config.patch_size)
 
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
         found: Tensor = model(

@@ -81,6 +81,12 @@ class Job:
     def keys(self) -> JobKeys:
         return JobKeys(self.doc.id)
 
+    @property
+    def windowed(self) -> bool:
+        """Whether the steps that draw change from batch to batch."""
+        media = isinstance(self.params, DiffusionSamplingParams)
+        return media and self.recipe.rollout.sampling.sde_window is not None
+
 
 def prepare(document: Any, settings: Settings) -> Job:
     """Checks everything that can be checked without a GPU: names, values, files, data, prompts. BadInput otherwise."""
@@ -154,7 +160,7 @@ def _fingerprints(job: Job) -> dict[str, str]:
 
 def media_params(sampling: Any, seed: int) -> DiffusionSamplingParams:
     """Sigmas are pinned here, once: every engine and the trainer take them from the request."""
-    given = sampling.model_dump(exclude={"shift"})
+    given = sampling.model_dump(exclude={"shift", "sde_window"}) | {"sde_indices": sampling.drawing(0)}
     pinned = tuple(static_sigmas(sampling.num_inference_steps, sampling.shift).tolist())
     return DiffusionSamplingParams(**given, sigmas=pinned, seed=seed)
 

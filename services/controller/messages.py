@@ -31,7 +31,7 @@ from services.controller.restore import cut
 from services.controller.scoring import train_slices
 from shared.config.sections import Advantage
 from shared.types.ids import root_id
-from shared.types.params import ARSamplingParams
+from shared.types.params import ARSamplingParams, DiffusionSamplingParams
 from shared.types.part import Part, Text
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
@@ -67,6 +67,14 @@ def _renamed(sample: Sample, root: str) -> Sample:
     ids = tuple(f"{root}/{i.partition('/')[2]}" for i in frontier.sample_ids)
     replace = msgspec.structs.replace
     return Sample((replace(prompt, sample_ids=(root,)), replace(frontier, sample_ids=ids)))
+
+
+def _drawing(sample: Sample, steps: tuple[int, ...]) -> Sample:
+    """The request with noise in these steps."""
+    prompt, frontier = sample.parts
+    assert isinstance(frontier.sampling_params, DiffusionSamplingParams)
+    params = msgspec.structs.replace(frontier.sampling_params, sde_indices=steps)
+    return Sample((prompt, msgspec.structs.replace(frontier, sampling_params=params)))
 
 
 class Writer:
@@ -175,6 +183,9 @@ class Writer:
         for span, sample, parts in request.slices:
             if group.kind == "eval":
                 sample = _renamed(sample, group.gid.rpartition("#")[0])
+                parts = _body(sample)
+            elif self.job.windowed:  # a group is issued for the batch that is formed next
+                sample = _drawing(sample, self.job.recipe.rollout.sampling.drawing(group.shelf))
                 parts = _body(sample)
             out.append(self._message(group, incarnation, sample.frontier, span, parts))
         return out

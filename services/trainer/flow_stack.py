@@ -79,7 +79,9 @@ class FlowStack(Stack):
         if len(work) > 1:
             for own in work:
                 own.anchors = [self._anchor(members or [own.spare]) for members in self._all(own)]
-        return self._train(work)
+        found, drawn = self._train(work), work[0].spare.indices
+        found.metrics |= {"sde_step_first": float(drawn[0]), "sde_step_last": float(drawn[-1])}
+        return found
 
     def _plan(self, batch: FlowBatch) -> list[Work]:
         """Updates, this rank's rows of each, and their micro-batches. The same on every rank, but for whose rows are opened."""

@@ -19,6 +19,7 @@ from tests.mesh.conftest import Mesh
 from tests.models.tiny_sd3 import make_folder
 
 STEPS, BATCH, GROUP = 3, 2, 4
+WINDOW = {"strategy": "progressive", "window_size": 2, "iters_per_window": 1, "roll_back": True}
 LORA = {"rank": 2, "alpha": 4, "targets": ["to_q", "to_v"]}
 
 
@@ -73,12 +74,15 @@ def run(mesh: Mesh, given: dict[str, Any]) -> tuple[str, list[dict[str, Any]], d
         {"algorithm": {"name": "flow_dppo"}, "rollout__sampling__kernel": "cps", "rollout__sampling__guidance_scale": 3.0},
         {"algorithm": {"name": "flow_grpo", "params": {"beta": 0.1, "clip_range": 1e-3}}, "model__lora": LORA},
         {"algorithm": {"name": "flow_unigrpo"}, "rollout__sampling__kernel": "dance", "train__micro_batch_size": 3},
+        {"rollout__sampling__sde_indices": None, "rollout__sampling__sde_window": WINDOW},
     ],
-    ids=["grpo", "dppo-cps-guided", "grpo-kl-lora", "unigrpo-dance"],
+    ids=["grpo", "dppo-cps-guided", "grpo-kl-lora", "unigrpo-dance", "mixgrpo"],
 )
 def test_it_runs_through_all_services(mesh: Mesh, pictures: Path, changes: dict[str, Any]) -> None:
     job, steps, view = run(mesh, document(pictures, **changes))
     assert all(step["updates"] == 2 and step["rollout_gap_max"] < 1e-2 for step in steps)
+    first, second, third = ((step["sde_step_first"], step["sde_step_last"]) for step in steps)
+    assert (first, second, third) == ((0, 1), (2, 3) if "sde_window" in str(changes) else (0, 1), (0, 1))
     assert steps[0]["rollout_gap_max"] <= 5e-3 and np.isfinite(steps[-1]["loss"])
     assert {e["tag"] for e in view["evals"]} == {"start", "end"} and all(0 < e["reward"] < 1 for e in view["evals"])
     folder = mesh.state / "jobs" / job / "weights" / "policy" / "1" / f"v{2 * STEPS}"
@@ -137,6 +141,11 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
         ({"model__family": "sd4"}, ["model.family", "'sd4'", "sd3"]),
         ({"reward": {"scorers": {"x": {"name": "exact_match"}}}}, ["reward.scorers.x.name", "scores texts"]),
         ({"data__chat": True}, ["data.chat", "plain texts"]),
+        ({"rollout__sampling__sde_window": WINDOW}, ["sde_indices and sde_window", "one of them"]),
+        (
+            {"rollout__sampling__sde_indices": None, "rollout__sampling__sde_window": WINDOW | {"init_timestep": 3}},
+            ["sde_window", "2 steps from step 3", "4 steps"],
+        ),
         ({"train__micro_batch_tokens": 5}, ["train.replay", "micro_batch_size"]),
         ({"model__lora": {"rank": 2, "alpha": 4, "targets": ["q_proj"]}}, ["model.lora.targets", "q_proj"]),
         ({"eval__fixed__sampling": {"max_new_tokens": 3}}, ["eval.fixed.sampling", "eta 0"]),

@@ -20,6 +20,7 @@ from services.controller.lifecycles.state import Branch, Plan
 from shared.config import sections, specs
 from shared.config.problems import bad
 from shared.config.sections import Algorithm, Component, MediaModel, Reward, Schedule, Section, Suites
+from shared.sde.indices import Window
 from shared.sde.sigmas import policy_of
 
 
@@ -34,7 +35,9 @@ class MediaSampling(Section):
     """How much noise the steps that draw bring in."""
     kernel: Literal["flow", "dance", "cps"] = "flow"
     sde_indices: tuple[int, ...] | None = None
-    """Steps that draw; None: all."""
+    """Steps that draw; None: all, or those of the window."""
+    sde_window: Window | None = None
+    """Steps that draw and are trained, other ones from batch to batch (MixGRPO)."""
     shared_noise: bool = False
     """The samples of a prompt begin with the same noise."""
     shift: float = Field(3.0, gt=0)
@@ -47,7 +50,22 @@ class MediaSampling(Section):
             raise ValueError(f"sde_indices {outside}: must be 0 to {self.num_inference_steps - 1}")
         if len(set(self.sde_indices or ())) < len(self.sde_indices or ()):
             raise ValueError(f"sde_indices {list(self.sde_indices or ())}: a step stands twice")
+        if (window := self.sde_window) is not None:
+            if self.sde_indices is not None:
+                raise ValueError("sde_indices and sde_window: give one of them")
+            first = 0 if window.strategy in ("all", "random") else window.init_timestep
+            if window.strategy != "all" and first + window.window_size > self.num_inference_steps:
+                raise ValueError(
+                    f"sde_window of {window.window_size} steps from step {first} on: must end within the "
+                    f"{self.num_inference_steps} steps of the schedule"
+                )
         return self
+
+    def drawing(self, rollout: int) -> tuple[int, ...] | None:
+        """The steps that draw in this rollout, as numbers of the schedule; None: all."""
+        if self.sde_window is None:
+            return self.sde_indices
+        return self.sde_window.indices(self.num_inference_steps, rollout)
 
 
 class MediaRollout(Section):

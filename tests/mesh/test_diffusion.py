@@ -17,6 +17,7 @@ from shared.models.diffusion.bundle import load_trained
 from tests.agent.agents import soon
 from tests.mesh.conftest import Mesh
 from tests.models.tiny_sd3 import make_folder
+from tests.models.tiny_wan import make_folder as make_wan
 
 STEPS, BATCH, GROUP = 3, 2, 4
 WINDOW = {"strategy": "progressive", "window_size": 2, "iters_per_window": 1, "roll_back": True}
@@ -94,7 +95,28 @@ def test_it_runs_through_all_services(mesh: Mesh, pictures: Path, changes: dict[
     assert set(first["components"]) == {"light", "small"} and first["version"] == 0
 
 
-def check_export(mesh: Mesh, pictures: Path, job: str, version: Path) -> None:
+@pytest.mark.parametrize("name", ["wan21", "wan22"])
+def test_videos_are_learnt_from_too(mesh: Mesh, pictures: Path, name: str) -> None:
+    """By all weights of one model, or adapters on both experts: the boundary lies between the steps that draw."""
+    folder = make_wan(pictures.parent / name, name, seed=4)
+    changes: dict[str, Any] = {
+        "model__family": name,
+        "rollout__sampling__num_frames": 5,
+        "rollout__sampling__guidance_scale": 3.0,
+        "rollout__sampling__sde_indices": [0, 1, 2, 3],
+    }
+    if name == "wan22":
+        changes |= {"model__lora": LORA}
+    job, steps, view = run(mesh, document(folder, **changes))
+    assert all(step["updates"] == 2 and step["rollout_gap_max"] < 1e-2 for step in steps)
+    assert {e["tag"] for e in view["evals"]} == {"start", "end"} and all(0 < e["reward"] < 1 for e in view["evals"])
+    version = mesh.state / "jobs" / job / "weights" / "policy" / "1" / f"v{2 * STEPS}"
+    names = {n for path in version.glob("*.safetensors") for n in load_file(path)}
+    assert name != "wan22" or {part for n in names for part in ("high", "low") if f"{part}." in n} == {"high", "low"}, names
+    check_export(mesh, folder, job, version, name)
+
+
+def check_export(mesh: Mesh, pictures: Path, job: str, version: Path, kind: str = "sd3") -> None:
     """diffusers opens it in place of the pipeline's own, adapters merged."""
     export = mesh.http.post(f"/v1/jobs/{job}/exports", json={}).json()["id"]
     place = f"/v1/jobs/{job}/exports/{export}"
@@ -104,8 +126,13 @@ def check_export(mesh: Mesh, pictures: Path, job: str, version: Path) -> None:
     target.mkdir(parents=True)
     for name in view["files"]:
         (target / name).write_bytes(mesh.http.get(f"{place}/files/{name}").content)
-    kind: Any = diffusers.SD3Transformer2DModel
-    merged, before = kind.from_pretrained(target).state_dict(), load_trained(pictures, family("sd3")).model.state_dict()
+    model: Any = diffusers.SD3Transformer2DModel if kind == "sd3" else diffusers.WanTransformer3DModel
+    before = load_trained(pictures, family(kind)).model.state_dict()
+    if kind == "wan22":
+        both = {part: model.from_pretrained(target, variant=part).state_dict() for part in ("high", "low")}
+        merged = {f"{part}.{n}": value for part, values in both.items() for n, value in values.items()}
+    else:
+        merged = model.from_pretrained(target).state_dict()
     assert merged.keys() == before.keys() and any(not torch.equal(merged[n], before[n]) for n in merged)
     tensors = {n: v for path in version.glob("*.safetensors") for n, v in load_file(path).items()}
     assert all(torch.equal(merged[n], v) for n, v in tensors.items() if n in merged)

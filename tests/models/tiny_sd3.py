@@ -12,22 +12,29 @@ TEXT, SIZE = 8, 8
 """Longest text in tokens; height and width of latents."""
 
 
-def make_folder(folder: Path, seed: int) -> Path:
-    """As DiffusionPipeline.save_pretrained writes it."""
-    import diffusers
+def make_tokenizer() -> Any:
+    """Of WORDS; the last token ends a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(seed)
     vocabulary = {word: i for i, word in enumerate(("<pad>", "<unk>", *WORDS, "<eos>"))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", vocabulary["<eos>"])])
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend, model_max_length=TEXT, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
     )
+
+
+def make_folder(folder: Path, seed: int) -> Path:
+    """As DiffusionPipeline.save_pretrained writes it."""
+    import diffusers
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    torch.manual_seed(seed)
+    tokenizer, vocabulary = make_tokenizer(), len(WORDS) + 3
     config = CLIPTextConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -35,7 +42,7 @@ def make_folder(folder: Path, seed: int) -> Path:
         max_position_embeddings=TEXT,
         projection_dim=32,
         bos_token_id=None,
-        eos_token_id=vocabulary["<eos>"],
+        eos_token_id=vocabulary - 1,
         pad_token_id=0,
     )
     encoder = CLIPTextModelWithProjection(config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,10 +49,32 @@ class Wan22(Wan21):
         self.boundary = boundary
 
     def joined(self, parts: Mapping[str, Any]) -> Any:
-        return torch.nn.ModuleDict({"high": parts["transformer"], "low": parts["transformer_2"]})
+        return Experts({"high": parts["transformer"], "low": parts["transformer_2"]})
 
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
         high = sigma >= self.boundary
         if bool(high.any()) != bool(high.all()):
             raise ValueError(f"sigmas {sigma.tolist()} lie on both sides of the experts' boundary {self.boundary}")
-        return super().velocity(model["high" if bool(high[0]) else "low"], x, sigma, cond)
+        return super().velocity(functools.partial(model, "high" if bool(high[0]) else "low"), x, sigma, cond)
+
+
+class Experts(torch.nn.ModuleDict):
+    """Models of one kind, by name. A forward pass is of one of them and enters here: FSDP gathers what is in no block."""
+
+    def forward(self, expert: str, **given: Any) -> Any:
+        return self[expert](**given)
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        parts: list[Any] = list(self.values())
+        return [name for part in parts for name in part._no_split_modules or ()]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Beside each other as diffusers' variants: `from_pretrained(folder, variant="high")`."""
+        parts: dict[str, Any] = dict(self.items())
+        for name, part in parts.items():
+            part.save_pretrained(folder, variant=name)

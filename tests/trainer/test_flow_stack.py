@@ -29,11 +29,13 @@ from shared.config.builtin import Diffusers
 from shared.config.sections import Lora, Optimizer, Placement, Train
 from shared.models import lora
 from shared.models.diffusion.bundle import DiffusionBundle
+from shared.models.diffusion.family import Conditions, Family
+from shared.models.diffusion.wan import Wan22
 from shared.types import Sample
 from shared.wire import codec
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import PartHead, SliceHead, TrainSlice
-from tests.models.tiny_pipelines import sd3
+from tests.models.tiny_pipelines import sd3, wan
 from tests.rollout.test_diffusers_engine import PARAMS, Worded, request
 from tests.trainer.test_stack import distance, flat, free_port, gradient_of, whole
 
@@ -45,9 +47,20 @@ ALGORITHMS: dict[str, Any] = {
 }
 
 
-def pipe() -> Any:
+class WordedWan(Wan22):
+    """Wan 2.2 without encoders."""
+
+    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+        return {"text": Worded().encode(pipe, prompts)["text"]}
+
+
+def pipe(kind: str = "sd3") -> Any:
     torch.manual_seed(0)
-    return sd3().pipe
+    return (sd3() if kind == "sd3" else wan(kind)).pipe
+
+
+def family_of(kind: str) -> Family:
+    return Worded() if kind == "sd3" else WordedWan()
 
 
 def batch_of(slices: list[list[Sample]], advantages: Any = None, rewards: Any = None) -> FlowBatch:
@@ -63,9 +76,9 @@ def batch_of(slices: list[list[Sample]], advantages: Any = None, rewards: Any = 
     return FlowBatch(found, "policy", lambda i: codec.decode(bodies[i], list[Sample]))
 
 
-def made(groups: int = 2, **changes: Any) -> list[list[Sample]]:
+def made(groups: int = 2, kind: str = "sd3", **changes: Any) -> list[list[Sample]]:
     """What the engine fills, as it stands in a body: the track is the recipe's."""
-    engine = DiffusersEngine(Worded(), pipe(), Diffusers(forward_batch_size=GROUP))
+    engine = DiffusersEngine(family_of(kind), pipe(kind), Diffusers(forward_batch_size=GROUP))
     params = msgspec.structs.replace(PARAMS, **changes)
     try:
         return fill(engine, [request(f"s:0:{g}", ("a cat", "a dog")[g % 2], GROUP, params) for g in range(groups)])
@@ -89,8 +102,9 @@ def read_batch(path: Path) -> FlowBatch:
 
 
 def make_stack(world: World | None = None, algorithm: str = "flow_grpo", params: Any = None, **train: Any) -> FlowStack:
-    world, family = world or World(), Worded()
-    model = family.model(pipe())
+    world, kind = world or World(), train.pop("kind", "sd3")
+    family = family_of(kind)
+    model = family.model(pipe(kind))
     if adapter := train.pop("lora", None):
         lora.inject(model, Lora.model_validate(adapter), seed=3)
     placement = Placement(trainer_ranks=world.size) if world.size > 1 else None
@@ -176,11 +190,20 @@ def test_what_cannot_be_one_batch_is_refused(slices: list[list[Sample]]) -> None
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_updates_per_batch": 2, "micro_batch_size": 3}, {"lora": {"rank": 2, "alpha": 4}}], ids=["full", "lora"]
+    "options",
+    [
+        {"num_updates_per_batch": 2, "micro_batch_size": 3},
+        {"lora": {"rank": 2, "alpha": 4}},
+        {"kind": "wan22", "micro_batch_size": 3},
+    ],
+    ids=["full", "lora", "wan22"],
 )
 def test_two_ranks_train_the_same(slices: list[list[Sample]], tmp_path: Path, options: dict[str, Any]) -> None:
-    """Also where one rank has fewer micro-batches, since rewards failed."""
+    """Also where one rank has fewer micro-batches, since rewards failed; and with two experts, where all ranks compute by the
+    same one at a time."""
     nan = float("nan")
+    if "kind" in options:
+        slices = made(kind=options["kind"], height=16, width=16, num_frames=5, sde_indices=(0, 1, 2, 3))
     batch = batch_of(slices, rewards=[(1.0, 0.0, 1.0, 0.0), (nan, nan, 1.0, nan)])
     write_batch(tmp_path / "batch", batch)
     command = [sys.executable, "-m", "tests.trainer.flow_rank", str(tmp_path / "batch"), str(tmp_path), json.dumps(options)]

@@ -28,6 +28,7 @@ from shared.wire.codec import pack
 from shared.wire.keys import JOBS, JobKeys
 from tests.conftest import recipe
 from tests.models.tiny_sd3 import make_folder as make_pipeline
+from tests.models.tiny_wan import make_folder as make_wan
 
 
 def problem(document: Any, settings: Settings) -> str:
@@ -279,7 +280,12 @@ def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Pa
     rows = ({"question": f"{i}?", "prompt": "a cat", "answer": "a", "messages": talk} for i in range(64))
     path = jsonl(tmp_path / "data.jsonl", *rows)["params"]["path"]
     media = name.startswith("diffusion/")
-    overrides = [f"model.path={make_pipeline(tmp_path / 'pictures', 0) if media else model_folder}"]
+    kind = name.removeprefix("diffusion/").partition("_")[0]
+    if kind.startswith("wan"):
+        folder = make_wan(tmp_path / "videos", kind, 0)
+    else:
+        folder = make_pipeline(tmp_path / "pictures", 0) if media else model_folder
+    overrides = [f"model.path={folder}"]
     settings = replace(settings, roots=(*settings.roots, tmp_path))
     if media or name in ("ar/smollm2", "sft/chat"):
         suite = "fixed" if media else "held_out"

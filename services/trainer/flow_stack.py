@@ -19,7 +19,7 @@ from services.trainer.flow_batch import FlowBatch, FlowRow
 from services.trainer.world import World
 from shared.config.sections import Train
 from shared.models import lora
-from shared.models.diffusion.family import Conditions, Family
+from shared.models.diffusion.family import Family
 from shared.sde import loop
 from shared.sde.loop import Replayed
 
@@ -185,8 +185,8 @@ class FlowStack(Stack):
         """Scores these of the steps that drew (None: all), in their order."""
         first, device = rows[0], next(model.parameters()).device
         steps = first.indices if chosen is None else [first.indices[k] for k in chosen]
-        cond = _joined([row.conditions for row in rows], device)
-        negative = None if first.negative is None else _joined([row.negative or {} for row in rows], device)
+        cond = self.family.stacked([row.conditions for row in rows], device)
+        negative = None if first.negative is None else self.family.stacked([row.negative or {} for row in rows], device)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return self.family.predict(model, x.float(), sigma, cond, negative, first.params.guidance_scale)
@@ -195,7 +195,3 @@ class FlowStack(Stack):
         sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
         with self.backend.computing():
             return loop.replay(velocity, latents, first.positions, sigmas, first.params.kernel, first.params.eta, steps)
-
-
-def _joined(conditions: Sequence[Conditions], device: torch.device) -> Conditions:
-    return {name: torch.cat([cond[name] for cond in conditions]).to(device) for name in conditions[0]}

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shared.config import specs
 from shared.models.diffusion import FAMILIES, family
-from shared.models.diffusion.family import Conditions
+from shared.models.diffusion.family import Conditions, Family, full_mask
 from shared.models.diffusion.wan import Wan22
+from shared.models.diffusion.z_image import ragged
 from shared.sde import loop
 from shared.sde.sigmas import Policy
 from tests.models.tiny_pipelines import TINY, B, Tiny
@@ -90,6 +91,28 @@ def test_half_precision_stays_near(tiny: Tiny) -> None:
     tiny.cond = halved(tiny.cond)
     tiny.negative = None if tiny.negative is None else halved(tiny.negative)
     near(euler(tiny, x.to(torch.bfloat16), sigmas), wanted, BF16)
+
+
+def test_texts_of_different_lengths_meet_in_a_batch() -> None:
+    """As prompts do that were encoded one by one: each row is what it is alone, whatever it is padded to."""
+    for tiny in (TINY["qwen_image"](), TINY["z_image"]()):
+        model = tiny.family.model(tiny.pipe)
+        alone = [encoded(tiny.family, torch.randn(1, length, 16)) for length in (5, 9)]
+        both = tiny.family.stacked(alone, torch.device("cpu"))
+        x, sigma = torch.randn(2, *tiny.shape), torch.tensor([0.7, 0.7])
+        with torch.no_grad():
+            found = tiny.family.velocity(model, x, sigma, both)
+            wanted = [tiny.family.velocity(model, x[i : i + 1], sigma[i : i + 1], cond) for i, cond in enumerate(alone)]
+        assert (found - torch.cat(wanted)).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="SD3 has texts of one length"):
+        family("sd3").stacked([{"text": torch.zeros(1, n, 4)} for n in (3, 4)], torch.device("cpu"))
+
+
+def encoded(own: Family, text: torch.Tensor) -> Conditions:
+    """What `encode` gives for one text."""
+    if own.pipeline == "ZImagePipeline":
+        return ragged([text[0]])
+    return {"text": text, "mask": full_mask(text, None)}
 
 
 @pytest.mark.parametrize("kernel", ["flow", "dance", "cps"])

@@ -144,9 +144,9 @@ class DiffusersEngine(BatchingEngine):
         device, storage = self._device, DTYPES[self.params.trajectory_dtype]
         shape = self.family.latent_shape(self.pipe, params.height, params.width, params.num_frames)
         ids = [row.name for row in some]
-        cond = _joined([encoded[row.prompt] for row in some], device)
+        cond = self.family.stacked([encoded[row.prompt] for row in some], device)
         against = [encoded[prompt] for prompt in self._against(params)]
-        negative = _joined(against * len(some), device) if against else None
+        negative = self.family.stacked(against * len(some), device) if against else None
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return self.family.predict(self.model, x.float(), sigma, cond, negative, params.guidance_scale)
@@ -208,9 +208,9 @@ class DiffusersEngine(BatchingEngine):
     def _conditioned(self, prompt: Part, encoded: dict[str, Conditions], params: DiffusionSamplingParams) -> Part:
         """The prompt's Part with what replay needs of it, once for all samples of a prompt; `negative.…`: of guidance."""
         texts, cpu = prompt.text, torch.device("cpu")
-        cond = _joined([encoded[text] for text in texts], cpu)
+        cond = self.family.stacked([encoded[text] for text in texts], cpu)
         for negative in self._against(params):
-            against = _joined([encoded[negative]] * len(texts), cpu)
+            against = self.family.stacked([encoded[negative]] * len(texts), cpu)
             cond |= {f"{NEGATIVE}{name}": value for name, value in against.items()}
         return msgspec.structs.replace(prompt, conditions={name: _plain(value) for name, value in cond.items()})
 
@@ -245,13 +245,3 @@ def _named(sample: Sample) -> list[tuple[str, str]]:
 def _plain(value: Tensor) -> np.ndarray[Any, Any]:
     """For the wire; half precision as float32."""
     return np.asarray(value.float().numpy() if value.is_floating_point() else value.numpy())
-
-
-def _joined(conditions: Sequence[Conditions], device: torch.device) -> Conditions:
-    """Rows under each other. ValueError for texts of different lengths, which only a family that masks them may pad."""
-    names = conditions[0].keys()
-    shapes = {name: {tuple(cond[name].shape[1:]) for cond in conditions} for name in names}
-    uneven = [name for name, found in shapes.items() if len(found) > 1]
-    if uneven:
-        raise ValueError(f"conditions {uneven} differ in shape: {shapes[uneven[0]]}; a family pads its texts to one length")
-    return {name: torch.cat([cond[name] for cond in conditions]).to(device) for name in names}

@@ -7,7 +7,7 @@ need no family code, and a mean over latent elements means the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +33,25 @@ class Family:
     """Frames are 4 k + 1."""
     trained: ClassVar[tuple[str, ...]] = ("transformer",)
     """Parts of the pipeline that are trained, by their names."""
+
+    ragged: ClassVar[tuple[str, ...]] = ()
+    """Conditions [rows, tokens, …] that a mask or a length covers: where texts of different lengths meet, zeros fill up."""
+
+    def stacked(self, conditions: Sequence[Conditions], device: torch.device) -> Conditions:
+        """Rows under each other. ValueError for texts of different lengths in a family that would attend to the padding."""
+        found = {}
+        for name in conditions[0]:
+            values = [cond[name] for cond in conditions]
+            if name in self.ragged:
+                most = max(value.shape[1] for value in values)
+                values = [_longer(value, most) for value in values]
+            shapes = {tuple(value.shape[1:]) for value in values}
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"condition {name!r} differs in shape: {shapes}; {type(self).__name__} has texts of one length"
+                )
+            found[name] = torch.cat(values).to(device)
+        return found
 
     def cell_of(self, pipe: Any) -> int:
         """Of this pipeline: VAEs and patches may be smaller."""
@@ -117,6 +136,12 @@ def video_shape(pipe: Any, channels: int, height: int, width: int, frames: int) 
     """[channels, frames, height, width] of latents."""
     space, time = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
     return (channels, (frames - 1) // time + 1, height // space, width // space)
+
+
+def _longer(value: Tensor, length: int) -> Tensor:
+    """[rows, length, …], filled up with zeros."""
+    more = length - value.shape[1]
+    return torch.cat([value, value.new_zeros(len(value), more, *value.shape[2:])], 1) if more else value
 
 
 def full_mask(text: Tensor, mask: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ from shared.models.diffusion.family import Conditions, Family, full_mask, per_ch
 class QwenImage(Family):
     pipeline = "QwenImagePipeline"
 
+    ragged = ("text", "mask")
+
     def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
         text, mask = pipe.encode_prompt(prompts)
         return {"text": text, "mask": full_mask(text, mask)}

@@ -14,6 +14,8 @@ from shared.models.diffusion.family import Conditions, Family
 class ZImage(Family):
     pipeline = "ZImagePipeline"
 
+    ragged = ("text",)
+
     def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
         texts, _ = pipe.encode_prompt(list(prompts), do_classifier_free_guidance=False)  # it edits the list that it is given
         return ragged(texts)

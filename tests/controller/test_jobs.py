@@ -27,8 +27,8 @@ from shared.wire.client import connect
 from shared.wire.codec import pack
 from shared.wire.keys import JOBS, JobKeys
 from tests.conftest import recipe
+from tests.models.tiny_folders import make_folder as make_tiny
 from tests.models.tiny_sd3 import make_folder as make_pipeline
-from tests.models.tiny_wan import make_folder as make_wan
 
 
 def problem(document: Any, settings: Settings) -> str:
@@ -282,7 +282,7 @@ def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Pa
     media = name.startswith("diffusion/")
     kind = name.removeprefix("diffusion/").partition("_")[0]
     if kind.startswith("wan"):
-        folder = make_wan(tmp_path / "videos", kind, 0)
+        folder = make_tiny(tmp_path / "videos", kind, 0)
     else:
         folder = make_pipeline(tmp_path / "pictures", 0) if media else model_folder
     overrides = [f"model.path={folder}"]

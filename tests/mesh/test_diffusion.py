@@ -16,8 +16,8 @@ from shared.models.diffusion import family
 from shared.models.diffusion.bundle import load_trained
 from tests.agent.agents import soon
 from tests.mesh.conftest import Mesh
+from tests.models.tiny_folders import make_folder as make_tiny
 from tests.models.tiny_sd3 import make_folder
-from tests.models.tiny_wan import make_folder as make_wan
 
 STEPS, BATCH, GROUP = 3, 2, 4
 WINDOW = {"strategy": "progressive", "window_size": 2, "iters_per_window": 1, "roll_back": True}
@@ -64,7 +64,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
 def run(mesh: Mesh, given: dict[str, Any]) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
     job = mesh.submit(given)
     view = mesh.done(job)
-    assert view["ledger"]["trained"] == STEPS * BATCH and view["ledger"]["in_flight"] == 0
+    assert view["ledger"]["trained"] == STEPS * given["data"]["batch_size"] and view["ledger"]["in_flight"] == 0
     return job, mesh.get(f"/v1/jobs/{job}/steps"), view
 
 
@@ -98,7 +98,7 @@ def test_it_runs_through_all_services(mesh: Mesh, pictures: Path, changes: dict[
 @pytest.mark.parametrize("name", ["wan21", "wan22"])
 def test_videos_are_learnt_from_too(mesh: Mesh, pictures: Path, name: str) -> None:
     """By all weights of one model, or adapters on both experts: the boundary lies between the steps that draw."""
-    folder = make_wan(pictures.parent / name, name, seed=4)
+    folder = make_tiny(pictures.parent / name, name, seed=4)
     changes: dict[str, Any] = {
         "model__family": name,
         "rollout__sampling__num_frames": 5,
@@ -114,6 +114,18 @@ def test_videos_are_learnt_from_too(mesh: Mesh, pictures: Path, name: str) -> No
     names = {n for path in version.glob("*.safetensors") for n in load_file(path)}
     assert name != "wan22" or {part for n in names for part in ("high", "low") if f"{part}." in n} == {"high", "low"}, names
     check_export(mesh, folder, job, version, name)
+
+
+def test_prompts_of_different_lengths_meet(mesh: Mesh, pictures: Path) -> None:
+    """Z-Image's texts have as many rows as tokens."""
+    folder = make_tiny(pictures.parent / "z_image", "z_image", seed=4)
+    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("cat", "a red disc", "a dog a cat", "blue square"))
+    (folder / "prompts.jsonl").write_text(rows)
+    source = {"name": "jsonl", "params": {"path": str(folder / "prompts.jsonl")}}
+    changes = {"model__family": "z_image", "data__source": source, "rollout__sampling__guidance_scale": 2.0}
+    one = {"train__num_updates_per_batch": 1}  # so that nothing but arithmetic lies between rollout and training
+    _, steps, _ = run(mesh, document(folder, **changes, **one, deterministic=False, data__batch_size=4, eval={}))
+    assert all(step["updates"] == 1 and step["rollout_gap_max"] <= 1e-4 for step in steps), steps
 
 
 def check_export(mesh: Mesh, pictures: Path, job: str, version: Path, kind: str = "sd3") -> None:

@@ -17,14 +17,13 @@ from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooL
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
-from services.controller.lifecycles.diffusion import check_size
+from services.controller.lifecycles.diffusion import check_size, sigmas_of
 from services.controller.lifecycles.state import Phase, Plan, Root
 from services.controller.models import check_adapter, fingerprint, reference_of
 from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, LossSuite, Recipe, Sampling, Suite, scorer_place, scorers_of
 from shared.config.settings import Settings
-from shared.sde.sigmas import static_sigmas
 from shared.types.params import ARSamplingParams, DiffusionSamplingParams, SamplingParams
 from shared.weights.locate import ModelFiles, locate
 from shared.wire.codec import pack, unpack
@@ -131,8 +130,7 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)
     params: SamplingParams | None = None
     if plan.route:
-        sampling = recipe.rollout.sampling
-        params = media_params(sampling, recipe.seed) if media else _params(sampling, recipe.seed, intake)
+        params = media_params(recipe, files.files) if media else _params(recipe.rollout.sampling, recipe.seed, intake)
     suites = {name: _suite(recipe, name, suite, intake, settings) for name, suite in recipe.eval.items()}
     size = train.source.size
     if size is not None and plan.batch_size > size:
@@ -158,11 +156,11 @@ def _fingerprints(job: Job) -> dict[str, str]:
     return found
 
 
-def media_params(sampling: Any, seed: int) -> DiffusionSamplingParams:
+def media_params(recipe: Any, folder: Path) -> DiffusionSamplingParams:
     """Sigmas are pinned here, once: every engine and the trainer take them from the request."""
+    sampling = recipe.rollout.sampling
     given = sampling.model_dump(exclude={"shift", "sde_window"}) | {"sde_indices": sampling.drawing(0)}
-    pinned = tuple(static_sigmas(sampling.num_inference_steps, sampling.shift).tolist())
-    return DiffusionSamplingParams(**given, sigmas=pinned, seed=seed)
+    return DiffusionSamplingParams(**given, sigmas=sigmas_of(recipe, folder), seed=recipe.seed)
 
 
 def _params(sampling: Sampling, seed: int, intake: Intake) -> ARSamplingParams:
@@ -181,7 +179,7 @@ def _suite(
     if isinstance(suite, LossSuite):
         return data, None
     if isinstance(intake, MediaIntake):
-        params = media_params(recipe.rollout.sampling, recipe.seed)
+        params = media_params(recipe, intake.files)
         return data, msgspec.structs.replace(params, eta=0.0, sde_indices=())
     sampling = suite.sampling or recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
     return data, _params(sampling, recipe.seed, intake)

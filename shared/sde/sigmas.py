@@ -123,6 +123,13 @@ def policy_of(
     return Policy.model_validate(found | {n: scheduler[n] for n in names if scheduler.get(n) is not None})
 
 
+def static_shift(folder: Path) -> float | None:
+    """That of the checkpoint's scheduler (some call it flow_shift); None if it names none."""
+    scheduler = _config(folder / "scheduler/scheduler_config.json")
+    found = scheduler.get("shift", scheduler.get("flow_shift"))
+    return None if found is None else float(found)
+
+
 def _patch(size: Any) -> Any:
     """Of a list (frames, height, width) the last."""
     return (size[-1] if isinstance(size, list) else size) if size else 2

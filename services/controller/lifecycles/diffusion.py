@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pydantic
@@ -21,7 +21,7 @@ from shared.config import sections, specs
 from shared.config.problems import bad
 from shared.config.sections import Algorithm, Component, MediaModel, Reward, Schedule, Section, Suites
 from shared.sde.indices import Window
-from shared.sde.sigmas import policy_of
+from shared.sde.sigmas import policy_of, static_shift, static_sigmas
 
 
 class MediaSampling(Section):
@@ -40,8 +40,8 @@ class MediaSampling(Section):
     """Steps that draw and are trained, other ones from batch to batch (MixGRPO)."""
     shared_noise: bool = False
     """The samples of a prompt begin with the same noise."""
-    shift: float = Field(3.0, gt=0)
-    """Static shift of the sigma schedule."""
+    shift: Annotated[float, Field(gt=0)] | Literal["checkpoint"] = 3.0
+    """Static shift of the sigma schedule; checkpoint: that of the model's own scheduler, which may go by the picture's size."""
 
     @pydantic.model_validator(mode="after")
     def _steps(self) -> MediaSampling:
@@ -116,10 +116,7 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
 
 def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
     """Against the pipeline's own configs, before anything loads. BadInput names the nearest legal size."""
-    cell = int(specs.find("family", recipe.model.family, "model.family").flags["cell"])
-    if recipe.model.family == "sd3":  # whose configs say all of it
-        policy = policy_of(folder)
-        cell = policy.vae_scale_factor * policy.patch_size
+    cell = _cell(recipe, folder)
     for field in ("height", "width"):
         value = getattr(recipe.rollout.sampling, field)
         if value % cell:
@@ -127,6 +124,33 @@ def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
             raise bad(
                 f"rollout.sampling.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest
             )
+
+
+def sigmas_of(recipe: DiffusionRecipe, folder: Path) -> tuple[float, ...]:
+    """The schedule that requests pin. BadInput for a checkpoint that names none."""
+    sampling, kind = recipe.rollout.sampling, recipe.model.family
+    if sampling.shift != "checkpoint":
+        return tuple(static_sigmas(sampling.num_inference_steps, sampling.shift).tolist())
+    own = static_shift(folder)
+    policy = policy_of(folder, own or 1.0)
+    if own is None and not policy.use_dynamic_shifting:
+        raise bad("rollout.sampling.shift", "checkpoint", "the model's scheduler_config.json names no shift", "a number")
+    tokens: dict[str, Any] = {"vae_scale_factor": 1, "patch_size": _cell(recipe, folder)}
+    mu = {"mu": "flux2_klein"} if kind == "flux2_klein" else {}
+    if policy.shift_terminal and not policy.use_dynamic_shifting:
+        raise bad(
+            "rollout.sampling.shift", "checkpoint", "the model's scheduler_config.json stretches a static shift", "a number"
+        )
+    policy = policy.model_copy(update=tokens | mu)
+    return tuple(policy.sigmas(sampling.num_inference_steps, sampling.height, sampling.width).tolist())
+
+
+def _cell(recipe: DiffusionRecipe, folder: Path) -> int:
+    """Pixels of a token's side."""
+    if recipe.model.family == "sd3":  # whose configs say all of it
+        policy = policy_of(folder)
+        return policy.vae_scale_factor * policy.patch_size
+    return int(specs.find("family", recipe.model.family, "model.family").flags["cell"])
 
 
 def check_media(recipe: DiffusionRecipe) -> None:

@@ -44,7 +44,7 @@ class DiffusionSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     sigmas: tuple[float, ...] | None = None
     """`num_inference_steps + 1` values, descending; None only before the controller has pinned them."""
     sde_indices: tuple[int, ...] | None = None
-    """Steps that draw noise; None is every step, an empty tuple is none."""
+    """Steps that draw noise; None is every step, an empty tuple is none. The engine refuses those outside of the schedule."""
     kernel: Literal["flow", "dance", "cps"] = "flow"
     """Of the steps that draw."""
     negative_prompt: str = ""
@@ -56,9 +56,6 @@ class DiffusionSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     def __post_init__(self) -> None:
         if self.num_inference_steps < 1:
             raise ValueError(f"num_inference_steps {self.num_inference_steps}: must be at least 1")
-        outside = [i for i in self.sde_indices or () if not 0 <= i < self.num_inference_steps]
-        if outside:
-            raise ValueError(f"sde_indices {outside}: must be 0 to {self.num_inference_steps - 1}")
         if self.sigmas is not None and len(self.sigmas) != self.num_inference_steps + 1:
             raise ValueError(f"sigmas: {len(self.sigmas)} values, must be {self.num_inference_steps + 1}")
 

@@ -126,6 +126,8 @@ class DiffusersEngine(BatchingEngine):
             raise ValueError("sigmas: the request must pin them; an engine never makes its own")
         if any(a <= b for a, b in zip(params.sigmas, params.sigmas[1:], strict=False)):
             raise ValueError(f"sigmas {params.sigmas}: must fall from step to step")
+        if outside := [i for i in params.resolve_sde_indices() if not 0 <= i < params.num_inference_steps]:
+            raise ValueError(f"sde_indices {outside}: must be 0 to {params.num_inference_steps - 1}")
         if params.resolve_sde_indices() and params.eta < 1e-7:
             raise ValueError(f"eta {params.eta}: steps that draw need more than 0")
 

@@ -132,7 +132,7 @@ class FlowStack(Stack):
         needs them together; returns its share of the update's loss."""
         rows = members or [work.spare]
         steps = range(len(rows[0].indices))
-        groups = [list(steps)] if getattr(self.algorithm, "joint", False) else [[k] for k in steps]
+        groups = [list(steps)] if self.algorithm.joint else [[k] for k in steps]
         total = 0.0
         for chosen in groups:
             self.tick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,15 +70,28 @@ def step_kl(p: Tensor, q: Tensor, stds: Tensor) -> Tensor:
     return gaussian_kl(p, q, stds).flatten(2).mean(2)
 
 
-def reference_kl(micro: FlowMicro, weight: float, tally: Tally) -> Tensor | None:
-    """`weight mean KL(new means || reference means)`; None without a weight."""
-    if not weight:
-        return None
-    if micro.reference_means is None:
-        raise ValueError("a KL to the reference needs the reference's means")
-    kl = step_kl(micro.means, micro.reference_means.detach(), micro.stds)
-    tally.mean("kl_reference", kl)
-    return weight * kl.mean()
+class FlowPolicy:
+    """What losses of stochastic steps declare, and their penalty: `beta mean KL(new means || reference means)`."""
+
+    requires_advantages: ClassVar[bool] = True
+    supports_multi_update: ClassVar[bool] = True
+    anchor_fields: ClassVar[tuple[str, ...]] = ("anchor",)
+    recomputes_anchor: ClassVar[bool] = True
+    requires_ema_rollout: ClassVar[bool] = False
+    joint: bool = False
+    """Whether the loss needs all stochastic steps of a sample together."""
+
+    def __init__(self, beta: float) -> None:
+        self.beta, self.needs_reference = beta, beta > 0
+
+    def penalized(self, loss: Tensor, micro: FlowMicro, tally: Tally) -> Tensor:
+        if not self.beta:
+            return loss
+        if micro.reference_means is None:
+            raise ValueError("a KL to the reference needs the reference's means")
+        kl = step_kl(micro.means, micro.reference_means.detach(), micro.stds)
+        tally.mean("kl_reference", kl)
+        return loss + self.beta * kl.mean()
 
 
 def ratios(micro: FlowMicro, tally: Tally) -> Tensor:

@@ -8,26 +8,22 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithms.base import Tally
-from services.trainer.algorithms.flow import FlowMicro, ratios, reference_kl, step_kl
+from services.trainer.algorithms.flow import FlowMicro, FlowPolicy, ratios, step_kl
 from shared.config.algorithms import FlowDppo as Params
 
 
-class FlowDppo:
+class FlowDppo(FlowPolicy):
     """`-A r`, but 0 where `not K < threshold` and (`r > 1` with `A > 0`, or `r < 1` with `A < 0`).
 
     K is the KL of the new transition to the old one, with the step's std or (without `add_kl_coefficient`) with 1. The mean is
     over all entries, those left out too.
     """
 
-    requires_advantages: ClassVar[bool] = True
-    supports_multi_update: ClassVar[bool] = True
     anchor_fields: ClassVar[tuple[str, ...]] = ("anchor", "anchor_means")
-    recomputes_anchor: ClassVar[bool] = True
-    requires_ema_rollout: ClassVar[bool] = False
 
     def __init__(self, params: Params) -> None:
+        super().__init__(params.beta)
         self.params = params
-        self.needs_reference = params.beta > 0
 
     def loss(self, micro: FlowMicro, tally: Tally) -> Tensor:
         if micro.anchor_means is None:
@@ -40,6 +36,4 @@ class FlowDppo:
         left_out = ~(moved < self.params.kl_mask_threshold) & further
         tally.mean("kl_new_old", moved)
         tally.mean("masked_fraction", left_out.float())
-        loss = torch.where(left_out, 0.0, -advantages * ratio).mean()
-        kl = reference_kl(micro, self.params.beta, tally)
-        return loss if kl is None else loss + kl
+        return self.penalized(torch.where(left_out, 0.0, -advantages * ratio).mean(), micro, tally)

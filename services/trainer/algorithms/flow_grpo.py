@@ -5,28 +5,20 @@ DanceGRPO (arXiv 2505.07818) is a recipe of it (kernel dance), MixGRPO (arXiv 25
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from services.trainer.algorithms.base import Tally
-from services.trainer.algorithms.flow import FlowMicro, ratios, reference_kl
+from services.trainer.algorithms.flow import FlowMicro, FlowPolicy, ratios
 from services.trainer.algorithms.policy import scheduled, surrogate
 from shared.config.algorithms import FlowGrpo as Params
 
 
-class FlowGrpo:
+class FlowGrpo(FlowPolicy):
     """Mean over samples and steps of `max(-A r, -A clip(r, 1 - c, 1 + c))`, plus `beta` times the KL to the reference."""
 
-    requires_advantages: ClassVar[bool] = True
-    supports_multi_update: ClassVar[bool] = True
-    anchor_fields: ClassVar[tuple[str, ...]] = ("anchor",)
-    recomputes_anchor: ClassVar[bool] = True
-    requires_ema_rollout: ClassVar[bool] = False
-
     def __init__(self, params: Params) -> None:
+        super().__init__(params.beta)
         self.params = params
-        self.needs_reference = params.beta > 0
 
     def loss(self, micro: FlowMicro, tally: Tally) -> Tensor:
         if not micro.new.numel():
@@ -36,5 +28,4 @@ class FlowGrpo:
         losses, _ = surrogate(micro.new, micro.anchor, micro.columns(), clip, clip)
         outside = (ratio.detach() - 1).abs() > clip
         tally.mean("clip_fraction", outside.float())
-        kl = reference_kl(micro, self.params.beta, tally)
-        return losses.mean() if kl is None else losses.mean() + kl
+        return self.penalized(losses.mean(), micro, tally)

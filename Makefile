@@ -30,7 +30,7 @@ endif
 	$(BIN)/unimesh demo --seed $(SEED) --domain $(DOMAIN) --model $(MODEL)
 
 test: setup .venv/.extras
-	$(BIN)/python -m pytest tests -m "not soak and not compose"
+	$(BIN)/python -m pytest tests -m "not soak and not compose" -n 2 --dist loadfile
 
 soak: setup .venv/.extras
 	$(BIN)/python -m pytest tests -m soak --timeout 3600

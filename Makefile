@@ -86,9 +86,10 @@ ci:
 	@rm -f .ci/times; engine=tests/compose/engine.sh; why=$$($$engine able); \
 	for stage in setup check test test-containers test-compose; do \
 	  case $$stage in test-*) if [ -n "$$why" ]; then echo "$$stage NOT RUN: $$why" | tee -a .ci/times; continue; fi ;; esac; \
-	  start=$$(date +%s); $(MAKE) --no-print-directory $$stage || exit 1; \
-	  printf '%-16s %4d s\n' $$stage $$(($$(date +%s) - start)) >> .ci/times; \
-	done; echo "time by stage"; cat .ci/times
+	  start=$$(date +%s); $(MAKE) --no-print-directory $$stage && how= || how=FAILED; \
+	  printf '%-16s %4d s %s\n' $$stage $$(($$(date +%s) - start)) $$how >> .ci/times; \
+	  if [ -n "$$how" ]; then break; fi; \
+	done; echo "time by stage"; cat .ci/times; test -z "$$how"
 
 # what each service needs, from pyproject.toml; versions follow dev.txt, so that tests run what images hold
 COMPILE := uv pip compile --quiet --generate-hashes --no-header --no-annotate --override requirements/no-torch.txt --python-version 3.11

@@ -38,6 +38,7 @@ class Finding:
 
 Served = Literal["controller", "rollout", "reward", "trainer"]
 SERVICES: tuple[Served, ...] = get_args(Served)
+API_PORT = 8080
 NCCL_MIB = 1024
 """Shared memory that several ranks on one host should have."""
 
@@ -59,7 +60,7 @@ def examine(state: Path, redis_url: str | None = None, service: Served | None = 
     ]
     checks: dict[Served | None, list[Callable[[], Finding]]] = {
         None: [*everywhere, _redis_binary, *computing, _port, partial(_token, state)],
-        "controller": [*everywhere, partial(_own_token, settings), partial(_storage, settings)],
+        "controller": [*everywhere, _port, partial(_own_token, settings), partial(_storage, settings)],
         "reward": [*everywhere, partial(_storage, settings), partial(_health, settings)],
         "rollout": [*everywhere, *computing, partial(_storage, settings), partial(_health, settings)],
         "trainer": [*everywhere, *computing, partial(_storage, settings), partial(_health, settings)],
@@ -244,9 +245,21 @@ def _openmp() -> Finding:
 
 
 def _port() -> Finding:
+    """Of the HTTP API: free, or a controller's own."""
+    port = API_PORT
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", 8080))
-            return Finding("port 8080", True, "free")
-        except OSError:
-            return Finding("port 8080", True, "taken; `unimesh up --port 0` takes a free one")
+            probe.bind(("127.0.0.1", port))
+            return Finding("port", True, f"{port} is free")
+        except OSError as error:
+            why = error.strerror
+    try:
+        ours = httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5, trust_env=False).json() == {"status": "ok"}
+    except (httpx.HTTPError, ValueError):
+        ours = False
+    if ours:
+        return Finding("port", True, f"a controller answers on {port}")
+    return Finding(
+        "port", False, f"{port}: {why}", "end what listens there, or `unimesh up --port 0`; compose: UNIMESH_PORT in .env"
+    )

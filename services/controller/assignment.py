@@ -144,9 +144,11 @@ class Registry:
         self.scripts = Scripts(self.client)
         self.token = uuid4().hex
         self.stopping = threading.Event()
+        self.beat = time.monotonic()
 
     def run(self) -> None:
         while not self.stopping.wait(0.5):
+            self.beat = time.monotonic()
             try:
                 if self.scripts.lease(LEASE, self.token, self.lease_ms, take=True) == "MINE":
                     self.step()

@@ -41,6 +41,8 @@ class Mesh:
         """Jobs that cannot run here: why, and when to try again."""
         self.stopping = threading.Event()
         self.wake = threading.Event()
+        self.beat = time.monotonic()
+        """When it last looked for jobs."""
         storage = storage_id(settings.state, settings.bodies)
         self.registry = Registry(connect, self.wanted, int(settings.lease_s * 1000 / 3), storage)
         self.threads = [
@@ -52,6 +54,17 @@ class Mesh:
         for thread in self.threads:
             thread.start()
         threading.Thread(target=self.sweep_ended, name="sweep", daemon=True).start()
+
+    def stuck(self) -> list[str]:
+        """What has made no progress for `hang_s`, or ended unasked: each thread begins a round at least every few seconds, also
+        while Redis is away."""
+        if self.stopping.is_set():
+            return []
+        silent = time.monotonic() - self.settings.hang_s
+        beats = [("jobs", self.beat), ("registry", self.registry.beat)]
+        beats += [(f"job {job}", runner.beat) for job, (runner, thread) in list(self.runners.items()) if thread.is_alive()]
+        said = [f"{name} has made no progress for {self.settings.hang_s:.0f} s" for name, beat in beats if beat < silent]
+        return said + [f"{thread.name} has ended" for thread in self.threads if thread.ident and not thread.is_alive()]
 
     def sweep_ended(self) -> None:
         """Bodies of jobs that have ended: a controller that died at their end, or a late worker, may have left some."""
@@ -75,6 +88,7 @@ class Mesh:
     def watch(self) -> None:
         """Waits for a submission or half a second; unblocked by wake."""
         while not self.stopping.is_set():
+            self.beat = time.monotonic()
             try:
                 self.look()
             except AWAY:

@@ -74,6 +74,7 @@ class Runner:
         self.sweeper = ThreadPoolExecutor(1, thread_name_prefix="sweeper")
         """Sweeping many files takes time that nobody should wait for."""
         self.stopping = threading.Event()
+        self.beat = time.monotonic()
         self.claim_at = 0.0
         self.extend_at = 0.0
         self.refused: list[str] = []
@@ -85,6 +86,7 @@ class Runner:
         structlog.contextvars.bind_contextvars(job=self.job.doc.id)
         try:
             while not self.stopping.is_set():
+                self.beat = time.monotonic()
                 try:
                     if self.scripts.lease(self.keys.lease, self.token, self.lease_ms, take=True) == "MINE":
                         with self.recorder.running(), self.tracking.running():
@@ -109,6 +111,7 @@ class Runner:
         ensure_group(self.client, self.keys.inbox)
         waiting = list(self.scripts.claim(self.keys.inbox, self.token, 0, 1000))
         while not self.stopping.is_set():
+            self.beat = time.monotonic()
             if state.root.phase in ENDED:
                 self.sweeper.submit(self.backend.remove)
                 return True

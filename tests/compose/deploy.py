@@ -63,10 +63,12 @@ class Deployment:
             base_url=f"http://127.0.0.1:{self.port}", timeout=30, headers={"Authorization": f"Bearer {TOKEN}"}
         )
 
-    def run(self, command: str, expect: int = 0) -> str:
-        """A command of the guide; returns what it printed."""
+    def run(self, command: str, expect: int = 0, **names: str) -> str:
+        """A command of the guide, its `names` (such as JOB) filled in; returns what it printed."""
         assert command in commands(), f"not in {GUIDE.name}: {command}"
         self.ran.append(command)
+        for name, value in names.items():
+            command = command.replace(name, value)
         if command.startswith("make"):
             done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=self.env, capture_output=True, text=True, check=False)
         else:
@@ -86,10 +88,10 @@ class Deployment:
             assert count == 1, name
         path.write_text(text)
 
-    def docker(self, *words: str) -> str:
+    def docker(self, *words: str, errors: bool = False) -> str:
         done = subprocess.run(["docker", *words], env=self.env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"docker {words}: {done.stderr}"
-        return done.stdout.strip()
+        return (done.stdout + done.stderr if errors else done.stdout).strip()
 
     def containers(self, service: str = "", running: bool = True) -> list[str]:
         filters = [f"label=com.docker.compose.project={self.name}"]

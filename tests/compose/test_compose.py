@@ -122,6 +122,21 @@ def test_scorers_scale_by_themselves(deployment: Deployment) -> None:
     deployment.docker("rm", "--force", *deployment.containers("reward-math"))
 
 
+def test_what_the_doctor_finds_stands_in_the_log(deployment: Deployment) -> None:
+    """A container with a fault says at its start what is wrong and what to do."""
+    [redis] = deployment.containers("redis")
+    deployment.docker("exec", redis, "redis-cli", "config", "set", "maxmemory-policy", "allkeys-lru")
+    [reward] = deployment.containers("reward")
+    deployment.docker("restart", reward)
+    said = until(
+        lambda: "FAIL redis" in (log := deployment.docker("logs", reward, errors=True)) and log, 60, "the doctor's word"
+    )
+    assert "maxmemory-policy" in said and "fix: " in said
+    deployment.docker("exec", redis, "redis-cli", "config", "set", "maxmemory-policy", "noeviction")
+    deployment.docker("restart", reward)
+    deployment.wait_up()
+
+
 def test_stopping_drains_and_jobs_move(deployment: Deployment, env: dict[str, str], tmp_path: Path) -> None:
     """A job in the middle: upgraded, stopped, copied, removed, and finished by another project from the copies."""
     warm = next(job["id"] for job in deployment.get("/v1/jobs")["jobs"] if job["name"] == "warm-start")
@@ -159,6 +174,14 @@ def test_stopping_drains_and_jobs_move(deployment: Deployment, env: dict[str, st
         view = other.done(job)
         assert view["step"] == 60 and view["ledger"]["in_flight"] == 0, view
         assert {j["name"] for j in other.get("/v1/jobs")["jobs"]} == {"warm-start", "demo", "moves"}
+        other.run(f"{TAR}controller -C / -c state/jobs/JOB > job.tar", JOB=job)
+        other.run("docker compose down -v")
+        other.run("docker compose up -d")
+        other.wait_up()
+        assert other.get("/v1/jobs")["jobs"] == []
+        other.run(f"{TAR}controller -C / -x < job.tar", JOB=job)
+        other.run("docker compose exec -T controller unimesh restore JOB", JOB=job)
+        assert other.done(job)["step"] == 60
     finally:
         other.remove()
     assert other.left() == []

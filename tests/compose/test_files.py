@@ -94,8 +94,25 @@ def test_profiles_hold_what_they_are_for(document: dict[str, Any]) -> None:
 
 
 def test_one_port_is_published_and_only_on_loopback(document: dict[str, Any]) -> None:
+    """And elsewhere once it is told so; the profile observe adds Grafana's, never beyond loopback."""
     ports = {name: s["ports"] for name, s in document["services"].items() if "ports" in s}
     assert ports == {"controller": ["127.0.0.1:8080:8080"], "grafana": ["127.0.0.1:3000:3000"]}
+    told = composed(EXAMPLE | {"UNIMESH_TOKEN": "x" * 32, "UNIMESH_BIND": "0.0.0.0", "UNIMESH_PORT": "80"})["services"]
+    assert told["controller"]["ports"] == ["0.0.0.0:80:8080"] and told["grafana"]["ports"] == ["127.0.0.1:3000:3000"]
+
+
+def test_limits_and_restarts(document: dict[str, Any]) -> None:
+    """NCCL's shared memory and pinned pages, Redis within its memory and asked whether it answers, everything started again."""
+    services = document["services"]
+    for name in ("rollout", "trainer"):
+        assert services[name]["shm_size"] == "1g" and services[name]["ulimits"] == {"memlock": -1, "stack": 64 << 20}
+        assert services[f"{name}-cpu"]["shm_size"] == "1g"
+    redis = services["redis"]
+    assert redis["mem_limit"] == "8g" and redis["environment"]["REDIS_MAXMEMORY"] == "4gb"
+    assert "redis-cli ping" in redis["healthcheck"]["test"][1] and redis["volumes"][0] == "redis:/data"
+    start = (ROOT / "deploy/redis/start.sh").read_text()
+    assert all(word in start for word in ("noeviction", "appendonly yes", "REDIS_MAXMEMORY"))
+    assert {service["restart"] for service in services.values()} == {"unless-stopped"}
 
 
 def test_services_that_work_for_a_job_share_their_folders(document: dict[str, Any]) -> None:

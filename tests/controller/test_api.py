@@ -6,6 +6,8 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,20 @@ from services.controller.api.app import make_app
 from services.controller.mesh import Mesh
 from shared.config.settings import Settings
 from shared.wire.client import connect
+from shared.wire.keys import GROUP, JobKeys
+from shared.wire.scripts import ensure_group
 from tests.conftest import recipe
 from tests.simulated import Simulated
 
 
 @pytest.fixture
 def api(settings: Settings) -> Iterator[httpx.Client]:
+    with serving(settings) as client:
+        yield client
+
+
+@contextmanager
+def serving(settings: Settings) -> Iterator[httpx.Client]:
     app = make_app(settings, lambda: Mesh(lambda: connect(settings.redis_url), settings))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
@@ -205,6 +215,39 @@ def test_what_may_be_named_is_listed_with_its_schema(api: httpx.Client) -> None:
     assert api.get("/v1/recipes/ar/nothing").status_code == 404
     scorers = {c["name"]: c for c in api.get("/v1/components", params={"kind": "scorer"}).json()}
     assert "pattern" in scorers["regex"]["parameters"]["properties"] and "grpo" not in scorers
+
+
+def test_lag_and_age_of_a_scorers_stream(api: httpx.Client, client: Any, model_folder: Path) -> None:
+    """Two messages that nobody has read, the older of 40 seconds; then one of them in somebody's hand."""
+    keys = JobKeys(submit(api, recipe(model_folder)))
+    stream = keys.stage("reward.exact")
+    ensure_group(client, stream)
+    now = time.time()
+    for age in (40, 10):
+        client.xadd(stream, {"x": "y"}, id=f"{int((now - age) * 1000)}-0")
+    [row] = [row for row in api.get("/v1/streams").json() if row["stage"] == "reward.exact"]
+    assert (row["waiting"], row["in_hand"], row["workers"]) == (2, 0, 0) and 40 <= row["oldest_seconds"] < 50
+    client.xreadgroup(GROUP, "somebody", {stream: ">"}, count=1)
+    [row] = [row for row in api.get("/v1/streams").json() if row["stage"] == "reward.exact"]
+    assert (row["waiting"], row["in_hand"], row["workers"]) == (1, 1, 1) and 40 <= row["oldest_seconds"] < 50
+
+
+def test_a_controller_that_hangs_is_not_well(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives and answers, but a thread of it has stood still for too long."""
+    held = threading.Event()
+    with serving(replace(settings, hang_s=1)) as api:
+        assert api.get("/healthz").status_code == 200
+        monkeypatch.setattr(Mesh, "look", lambda mesh: held.wait(20))
+        deadline = time.monotonic() + 10
+        while (answer := api.get("/healthz")).status_code == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert answer.status_code == 503 and "jobs has made no progress for 1 s" in answer.json()["detail"]
+        held.set()
+        monkeypatch.undo()
+        while api.get("/healthz").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_streams_and_metrics_of_a_running_job(api: httpx.Client, settings: Settings, model_folder: Path) -> None:

@@ -38,9 +38,9 @@ def about_router(core: Core) -> APIRouter:
 
     @router.get("/healthz")
     def healthz() -> dict[str, str]:
-        """The process answers, and its job threads are alive."""
-        if core.mesh is not None and not all(t.is_alive() for t in core.mesh.threads):
-            raise HTTPException(503, "a thread of the controller has ended")
+        """The process answers, and each of its threads makes progress."""
+        if core.mesh is not None and (stuck := core.mesh.stuck()):
+            raise HTTPException(503, "; ".join(stuck))
         return {"status": "ok"}
 
     @router.get("/readyz")

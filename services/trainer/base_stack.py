@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.tensor
@@ -22,6 +22,9 @@ from services.trainer.ema import Ema
 from services.trainer.optim import clip_, global_norm, lr_factor, make_optimizer
 from services.trainer.world import World
 from shared.config.sections import Train
+from shared.wire.errors import BodyLost
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -65,6 +68,17 @@ class Stack:
         self.progress = Progress()
         self.tick: Callable[[], None] = lambda: None
         """Called before every micro-batch."""
+
+    def open(self, take: Callable[[int], T], places: Sequence[Sequence[int]]) -> list[list[T]]:
+        """This rank's rows of each update, their bodies opened. BodyLost on every rank if any of them misses one."""
+        rows, lost = list[list[T]](), ""
+        try:
+            rows = [[take(i) for i in own] for own in places]
+        except BodyLost as error:
+            lost = str(error)
+        if self.world.any(bool(lost)):
+            raise BodyLost(lost or "another rank misses a body of its rows")
+        return rows
 
     def _gradients(self, part: Any, tally: Tally) -> float:
         """Adds up the gradients of one update and returns this rank's share of its loss. NoActiveTokens if nothing counts."""

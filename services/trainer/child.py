@@ -126,11 +126,11 @@ def build(
     job, recipe, plan = assignment["job"], doc["recipe"], doc["plan"]
     track = plan["tracks"][0]
     world, keys = World(), JobKeys(job)
-    link = None
+    link, files = None, open_bodies(settings.bodies, job)
     if world.first:
-        bodies = BodyStore(client, keys, open_bodies(settings.bodies, job))
+        bodies = BodyStore(client, keys, files)
         streams = [keys.stage(f"reward.{name}") for name in plan["scorers"][:1]]
-        preread = [Preread(lambda: connect(settings.redis_url), stream, bodies) for stream in streams]
+        preread = [Preread(lambda: connect(settings.redis_url), stream, bodies, world.size == 1) for stream in streams]
         link = Link(client, keys, bodies, agent, pack(Assignment(**assignment)), *preread)  # type: ignore[arg-type]
         tells.append(functools.partial(_give_up, link))
     start = client.hmget(keys.meta, "incarnation", "base") if world.first else ()
@@ -182,6 +182,7 @@ def build(
         stopping=stopping.is_set,
         base=base,
         document=document,
+        files=files,
     )
 
 

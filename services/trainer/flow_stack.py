@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,21 +89,27 @@ class FlowStack(Stack):
         order, count = list(range(len(batch.heads))), self.section.num_updates_per_batch
         if self.section.shuffle_updates and count > 1:
             order = planner.shuffled(len(order), self.seed, self.progress.version)
-        found, spare = [], batch.flow_row(0)
-        for places in planner.updates(len(order), count):
-            chosen = sorted(order[i] for i in places)
+        found, sizes = [], [1] * len(batch.heads)
+        updates = [sorted(order[i] for i in places) for places in planner.updates(len(order), count)]
+        own = [planner.of_rank(chosen, sizes, self.world.rank, self.world.size) for chosen in updates]
+        runs_along = [] if any(own) else [0]  # without a row of its own
+        *opened, spares = self.open(batch.flow_row, [*own, runs_along])
+        spare = [*(row for rows in opened for row in rows), *spares][0]
+        self._one_schedule([row for rows in opened for row in rows] or spares)
+        for chosen, mine in zip(updates, opened, strict=True):
             counted = float(sum(batch.heads[i].counts for i in chosen))
-            own = planner.of_rank(chosen, [1] * len(batch.heads), self.world.rank, self.world.size)
-            rows = [row for row in map(batch.flow_row, own) if row.counts]
-            strange = next((row for row in rows if row.schedule != spare.schedule), None)
-            if strange is not None:
-                raise ValueError(
-                    "rows of a batch differ in their sigmas, steps that draw, guidance or size: they must share them"
-                )
+            rows = [row for row in mine if row.counts]
             micros = [list(chunk) for chunk in planner.chunks(rows, self.section.micro_batch_size)]
             [most] = self.world.largest([float(len(micros))])
             found.append(Work(micros, int(most), counted, spare))
         return found
+
+    def _one_schedule(self, rows: Sequence[FlowRow]) -> None:
+        """ValueError, on every rank, unless all rows share theirs: a forward pass is at one sigma."""
+        marks = [float(zlib.crc32(repr(row.schedule).encode())) for row in rows]
+        high, low = self.world.largest([max(marks), -min(marks)])
+        if high != -low:
+            raise ValueError("rows of a batch differ in their sigmas, steps that draw, guidance or size: they must share them")
 
     def _all(self, work: Work) -> Iterator[list[FlowRow]]:
         """The micro-batches, and so many of nothing that all ranks have as many."""

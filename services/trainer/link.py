@@ -173,13 +173,20 @@ class Link:
     def applied(self, entry: LogEntry) -> None:
         self.seq, self.entry_id = entry.seq, entry.id
 
-    def bodies(self, entry: LogEntry) -> list[Opened]:
-        """Of all slices, in order. BodyLost if one is gone."""
+    def bodies(self, entry: LogEntry, alone: bool = True) -> list[Opened | None]:
+        """Of all slices, in order. BodyLost if one is gone.
+
+        Where this rank is not `alone`, None for those in files, which each rank opens for its own rows.
+        """
         refs = [piece.head.body for piece in entry.slices]
         known = [ref for ref in refs if ref is not None]
         if len(known) != len(refs):
             raise BodyLost(f"record {entry.seq} names a slice without a body")
         held = {} if self.preread is None or not known else self.preread.take(known)
-        asked = [ref for ref in known if ref.uri not in held]
+        wanted = [alone or self.store.in_redis(ref) for ref in known]
+        asked = [ref for ref, load in zip(known, wanted, strict=True) if load and ref.uri not in held]
         loaded = iter(answered(lambda: self.store.load_many(asked)) if asked else ())
-        return [held[ref.uri] if ref.uri in held else Opened(next(loaded)) for ref in known]
+        return [
+            None if not load else held[ref.uri] if ref.uri in held else Opened(next(loaded))
+            for ref, load in zip(known, wanted, strict=True)
+        ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,16 @@ import structlog
 
 from services.trainer.backend import Backend
 from services.trainer.base_stack import Stack, StepResult
+from services.trainer.batch import Batch
 from services.trainer.checkpoint import Saver
 from services.trainer.link import Link
 from services.trainer.preread import Opened
 from services.trainer.publisher import Publisher
 from services.trainer.world import World
+from shared.types.sample import Sample
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
+from shared.wire.bodies import Bodies
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import LogEntry, Measured, RolledBack, Saved, Span, Started, Trained
 from shared.wire.errors import BodyLost
@@ -37,8 +40,8 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     entry: LogEntry | None = None
     publish: LogEntry | None = None
     """The publish record that follows this one: its snapshot can be taken before anything else is done."""
-    bodies: tuple[bytes, ...] = ()
-    """Small bodies of the record, which only rank 0 can read; empty with one rank."""
+    bodies: tuple[bytes | None, ...] = ()
+    """Bodies of the record that only rank 0 can read; None for those in files; empty with one rank."""
 
 
 @dataclass
@@ -59,7 +62,10 @@ class Trainer:
     """The checkpoint that the incarnation began with."""
     document: bytes = b""
     """The job's, as checkpoints keep it."""
-    opened: list[Opened] | None = None
+    files: Bodies | None = None
+    """Where this rank opens those bodies of its rows that are files."""
+    opened: Sequence[Opened | None] = ()
+    """Of the record, as far as rank 0 has them."""
     handed: int = -1
     """Version of the newest snapshot."""
     tick: Callable[[], None] = lambda: None
@@ -73,8 +79,14 @@ class Trainer:
             if word.kind == "quit":
                 break
             if word.entry is not None:
-                self.opened = [Opened(body) for body in word.bodies] or self.opened
-                if not self._apply(word.entry, word.publish):
+                if word.bodies:
+                    self.opened = [None if body is None else Opened(body) for body in word.bodies]
+                try:
+                    going = self._apply(word.entry, word.publish)
+                except BodyLost as error:  # on all ranks, before any of them trained
+                    self._lost(word.entry, error)
+                    break
+                if not going:
                     break
         self.publisher.flush(self.handed)
         self.saver.wait()
@@ -91,12 +103,16 @@ class Trainer:
             return Word(kind="quit")
         try:
             with self.link.timed("read") if entry.slices else nullcontext():
-                self.opened = self.link.bodies(entry)
+                self.opened = self.link.bodies(entry, self.world.size == 1)
         except BodyLost as error:
-            self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
+            self._lost(entry, error)
             return Word(kind="quit")
-        bodies = tuple(bytes(o.body) for o in self.opened) if self.world.size > 1 else ()
+        bodies = tuple(o and bytes(o.body) for o in self.opened) if self.world.size > 1 else ()
         return Word(kind="record", entry=entry, publish=self.link.publish_follows(), bodies=bodies)
+
+    def _lost(self, entry: LogEntry, error: BodyLost) -> None:
+        if self.link is not None:
+            self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
 
     def _apply(self, entry: LogEntry, publish: LogEntry | None) -> bool:
         """One record; False after `stop`."""
@@ -115,19 +131,30 @@ class Trainer:
 
     def _train(self, entry: LogEntry, publish: LogEntry | None) -> None:
         structlog.contextvars.bind_contextvars(step=entry.step)
-        opened = self.opened or []
         with self.link.timed("train") if self.link is not None else nullcontext():
-            result = self.stack.train_track(self.stack.batch(entry.slices, self.track, lambda i: opened[i].decoded()))
+            result = self.stack.train_track(self._batch(entry))
         if publish is not None:
             self.publish(publish.pinned)
         if self.link is not None:
             self.link.report(self._trained(entry, result, self.link.told()))
 
+    def _batch(self, entry: LogEntry) -> Batch:
+        opened, files = self.opened, self.files
+
+        def samples(index: int) -> list[Sample]:
+            known, ref = opened[index], entry.slices[index].head.body
+            if known is None:
+                assert files is not None and ref is not None
+                known = Opened(files.get(ref))
+            return known.decoded()
+
+        return self.stack.batch(entry.slices, self.track, samples)
+
     def _evaluate(self, entry: LogEntry) -> None:
         """The loss of held-out targets, under the weights that would be published."""
-        opened, started = self.opened or [], time.monotonic()
+        started = time.monotonic()
         with self.stack.averaged():
-            found = self.stack.measure(self.stack.batch(entry.slices, self.track, lambda i: opened[i].decoded()))
+            found = self.stack.measure(self._batch(entry))
         if self.link is None:
             return
         log.info("measured %d records in %.2f s", found.rows, time.monotonic() - started)

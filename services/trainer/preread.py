@@ -41,8 +41,9 @@ class Preread:
     Waits for: filled slices, while the trainer has nothing to do. Unblocked by: commits of rollouts, close().
     """
 
-    def __init__(self, connect: Callable[[], Any], stream: str, store: BodyStore) -> None:
-        self.client, self.stream, self.store = connect(), stream, store
+    def __init__(self, connect: Callable[[], Any], stream: str, store: BodyStore, files: bool = True) -> None:
+        """`files` False: what is no key of Redis is left to the ranks that need it."""
+        self.client, self.stream, self.store, self.files = connect(), stream, store, files
         self.held: dict[str, Opened] = {}
         """By uri; a body of that name never changes."""
         self.size = 0
@@ -80,7 +81,9 @@ class Preread:
     def _read(self, fields: dict[bytes, bytes]) -> None:
         envelope = unpack(fields[b"h"], Envelope)
         ref = envelope.head.body
-        if envelope.kind != "train" or ref is None or self.size + ref.nbytes > MOST_BYTES or not self.idle.is_set():
+        if envelope.kind != "train" or ref is None or not (self.files or self.store.in_redis(ref)):
+            return
+        if self.size + ref.nbytes > MOST_BYTES or not self.idle.is_set():
             return
         body = fields.get(b"b") or self.store.load(ref)
         self.held[ref.uri] = Opened(body, codec.decode(body, list[Sample]))

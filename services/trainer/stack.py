@@ -94,7 +94,8 @@ class TrainStack(Stack):
             raise ValueError(f"{type(self.algorithm).__name__} has no loss of targets to measure")
         lengths = [head.length for head in batch.heads]
         own = planner.of_rank(range(len(lengths)), lengths, self.world.rank, self.world.size)
-        work = self._work([batch.row(i) for i in own], len(lengths))
+        [rows] = self.open(batch.row, [own])
+        work = self._work(rows, len(lengths))
         sums = [0.0, 0.0, 0.0]
         for index in range(work.most):
             chosen = work.micros[index] if index < len(work.micros) else []
@@ -115,12 +116,10 @@ class TrainStack(Stack):
         order = list(range(len(lengths)))
         if self.section.shuffle_updates and count > 1:
             order = planner.shuffled(len(order), self.seed, self.progress.version)
-        work = []
-        for places in planner.updates(len(order), count):
-            whole = sorted(order[i] for i in places)
-            rows = [batch.row(i) for i in planner.of_rank(whole, lengths, self.world.rank, self.world.size)]
-            work.append(self._work(rows, len(whole)))
-        return work
+        updates = [sorted(order[i] for i in places) for places in planner.updates(len(order), count)]
+        own = [planner.of_rank(whole, lengths, self.world.rank, self.world.size) for whole in updates]
+        opened = self.open(batch.row, own)
+        return [self._work(rows, len(whole)) for rows, whole in zip(opened, updates, strict=True)]
 
     def _work(self, rows: list[Row], sequences: int) -> Work:
         live = [i for i, row in enumerate(rows) if self._computed(row)]

@@ -141,12 +141,17 @@ class BodyStore:
             return BodyRef(uri=f"redis:{shelf}/{name}", nbytes=size), b"".join(parts)
         return self.backend.put(shelf, name, parts), None
 
+    @staticmethod
+    def in_redis(ref: BodyRef) -> bool:
+        """Whether only who talks to Redis can load it."""
+        return ref.uri.startswith("redis:")
+
     def load(self, ref: BodyRef) -> Buffer:
         return self.load_many([ref])[0]
 
     def load_many(self, refs: Sequence[BodyRef]) -> list[Buffer]:
         """In order; one round trip for all that are in Redis. BodyLost names the first that is gone."""
-        wanted = [(i, *_shelf_and_name(r.uri)) for i, r in enumerate(refs) if r.uri.startswith("redis:")]
+        wanted = [(i, *_shelf_and_name(r.uri)) for i, r in enumerate(refs) if self.in_redis(r)]
         out: dict[int, Buffer] = {}
         if wanted:
             with self.client.pipeline(transaction=False) as pipe:

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.world import World
+from services.trainer.world import BACKENDS, World
 from shared.config.sections import Placement
 from shared.models import lora
-from shared.models.ar.bundle import CRITIC, Bundle, placed
+from shared.models.ar.bundle import CRITIC, Bundle, placed, where
 from shared.models.diffusion.bundle import DiffusionBundle
 
 
@@ -36,23 +37,36 @@ class Backend:
         dtype: str,
         placement: Placement | None = None,
         recompute: bool = False,
+        defer: bool = True,
     ) -> None:
-        """Changes the bundle's modules in place. `recompute`: activations of blocks are computed again in the backward pass."""
+        """Changes the bundle's modules in place.
+
+        Args:
+            recompute: activations of blocks are computed again in the backward pass.
+            defer: gradients are summed over ranks where `sync` says so, not after every backward pass.
+        """
         self.bundle: Any = bundle
         self.world, self.model = world, bundle.model
         self.tied = bundle.tied
         self.adapters = lora.has_adapter(bundle.model)
         self.autocast = dtype == "bfloat16"
-        placed(bundle)
+        placement = placement or Placement(trainer_ranks=world.size)
+        self.sharded, self.defer = world.size > 1 or placement.cpu_offload, defer
+        if not placement.cpu_offload:
+            placed(bundle)
         blocks = [m for m in self.model.modules() if type(m).__name__ in set(self.model._no_split_modules or ())]
         if recompute:
             for block in blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        if world.size > 1:
-            self._shard(blocks, self.model.device.type, placement or Placement(trainer_ranks=world.size))
+        if self.sharded:
+            self._shard(blocks, where().type, placement)
 
     def _shard(self, blocks: Sequence[torch.nn.Module], device: str, placement: Placement) -> None:
         """Each block is a group of its own, the rest is the root's."""
+        if not dist.is_initialized():  # one rank, whose layers visit the device
+            how = BACKENDS if device == "cuda" else "gloo"
+            dist.init_process_group(how, store=HashStore(), rank=0, world_size=1)
+        policy = CPUOffloadPolicy(pin_memory=device == "cuda") if placement.cpu_offload else OffloadPolicy()
         copies, shared = placement.mesh()
         if copies == 1:
             mesh = init_device_mesh(device, (shared,))
@@ -61,7 +75,7 @@ class Backend:
             for group in mesh.get_all_groups():  # they do not take the world's own
                 dist.distributed_c10d._set_pg_timeout(self.world.patience, group)
         for module in (*blocks, self.model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, offload_policy=policy)
         outside = [name for name, p in self.named_parameters().items() if not isinstance(p, DTensor)]
         if outside:
             raise ValueError(f"{len(outside)} trained parameters belong to no group of FSDP, the first is {outside[0]}")
@@ -74,7 +88,12 @@ class Backend:
     def computing(self) -> Any:
         if not self.autocast:
             return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, torch.bfloat16)
+        return torch.autocast(where().type, torch.bfloat16)
+
+    def sync(self, now: bool) -> None:
+        """Whether the next backward pass sums the gradients so far over ranks: said on all of them alike."""
+        if self.sharded and self.defer:
+            self.model.set_requires_gradient_sync(now)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that are trained."""

@@ -145,7 +145,9 @@ def build(
         algorithm = ALGORITHMS[named.name](specs.check("algorithm", named.name, named.params, "algorithm"))
         bundle, adapter = _model(doc, model, recipe["seed"], named.name, section.replay)
         placement = Placement.model_validate(recipe["placement"])
-        backend = Backend(bundle, world, model.dtype, placement, section.activation_checkpointing)
+        backend = Backend(
+            bundle, world, model.dtype, placement, section.activation_checkpointing, section.gradient_sync == "last"
+        )
         reference = _reference(doc, model, algorithm, section.replay)
         total = plan["steps"] * section.num_updates_per_batch
         stack: Stack

@@ -20,6 +20,7 @@ from services.trainer.flow_batch import FlowBatch, FlowRow
 from services.trainer.world import World
 from shared.config.sections import Train
 from shared.models import lora
+from shared.models.ar.bundle import where
 from shared.models.diffusion.family import Family
 from shared.sde import loop
 from shared.sde.loop import Replayed
@@ -131,10 +132,10 @@ class FlowStack(Stack):
         loss = 0.0
         for number, members in enumerate(self._all(part)):
             anchor = None if part.anchors is None else part.anchors[number]
-            loss += self._micro(part, members, anchor, tally)
+            loss += self._micro(part, members, anchor, tally, number == part.most - 1)
         return loss
 
-    def _micro(self, work: Work, members: list[FlowRow], anchor: Anchor | None, tally: Tally) -> float:
+    def _micro(self, work: Work, members: list[FlowRow], anchor: Anchor | None, tally: Tally, last: bool) -> float:
         """Forward and backward of one micro-batch, a step that drew at a time (memory of one forward pass), unless the loss
         needs them together; returns its share of the update's loss."""
         rows = members or [work.spare]
@@ -143,6 +144,7 @@ class FlowStack(Stack):
         total = 0.0
         for chosen in groups:
             self.tick()
+            self.backend.sync(last and chosen is groups[-1])
             found = self._replay(rows, self.backend.model, chosen)
             if not members:
                 (found.log_probs.sum() * 0).backward()  # type: ignore[no-untyped-call]
@@ -190,7 +192,7 @@ class FlowStack(Stack):
 
     def _replay(self, rows: Sequence[FlowRow], model: Any, chosen: Sequence[int] | None = None) -> Replayed:
         """Scores these of the steps that drew (None: all), in their order."""
-        first, device = rows[0], next(model.parameters()).device
+        first, device = rows[0], where()
         steps = first.indices if chosen is None else [first.indices[k] for k in chosen]
         cond = self.family.stacked([row.conditions for row in rows], device)
         negative = None if first.negative is None else self.family.stacked([row.negative or {} for row in rows], device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,10 +42,11 @@ class Others:
     """Ranks 1 … n-1, by torchrun's environment contract. Waits for: their end. `fail` is told what one of them died of."""
 
     def __init__(self, ranks: int, order: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0")
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its port is taken before it is told
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.store.port), WORLD_SIZE=str(ranks))
+        os.environ.update(RANK="0", LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
         self.fail: Callable[[str], None] = log.error
         self.folder = tempfile.TemporaryDirectory()
         self.processes = {rank: self._start(rank, order) for rank in range(1, ranks)}

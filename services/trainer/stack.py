@@ -170,10 +170,12 @@ class TrainStack(Stack):
         totals = self.world.total([sum(float(row.mask.sum()) for row in work.rows) for work, _ in parts])
         if min(totals) <= 0:
             raise NoActiveTokens("no token of the step counts: every sequence is empty, masked or failed")
-        loss_sum = 0.0
+        loss_sum, left = 0.0, sum(work.most for work, _ in parts)
         for (work, frozen), total in zip(parts, totals, strict=True):
             for index in range(work.most):
                 chosen = work.micros[index] if index < len(work.micros) else []
+                left -= 1
+                self.backend.sync(left == 0)
                 loss_sum += self._micro(work, chosen, frozen, total, tally, 1 / len(parts))
         return loss_sum
 

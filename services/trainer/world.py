@@ -12,6 +12,9 @@ import torch.distributed as dist
 WORDS = datetime.timedelta(hours=24)
 """Ranks wait for the next word while rank 0 writes a checkpoint, or waits for a full disk; who dies ends all at once anyhow."""
 
+BACKENDS = "cpu:gloo,cuda:nccl"
+"""What is kept in host memory is summed there."""
+
 
 class World:
     """Rank 0 talks to Redis; the others learn everything from its control words."""
@@ -32,7 +35,7 @@ class World:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if self.size > 1:
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=self.patience)
+            dist.init_process_group(BACKENDS if torch.cuda.is_available() else "gloo", timeout=self.patience)
             self.control = dist.new_group(backend="gloo", timeout=WORDS)
             self.computing = dist.new_group(backend="gloo", timeout=self.patience)
             self.saving = dist.new_group(backend="gloo", timeout=WORDS)

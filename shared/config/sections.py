@@ -202,6 +202,9 @@ class Train(Section):
     activation_checkpointing: bool = False
     """Activations of the model's blocks are computed again in the backward pass: less memory, about a third more work."""
     ema: Ema | None = None
+    gradient_sync: Literal["last", "every"] = "last"
+    """When ranks add up an update's gradients: after its last micro-batch (until then each rank holds whole gradients of what
+    is trained), or after every one (each holds its shard alone)."""
     shuffle_updates: bool = False
     """With several updates a batch: rows in a new order each time, by the job's seed and the step. Not by tokens."""
 
@@ -239,6 +242,8 @@ class Placement(Section):
     """How ranks hold the trained model: shards of one copy; a copy for each `shard_ranks` of them; a copy each."""
     shard_ranks: int | None = Field(None, ge=2)
     """hybrid: ranks that share a copy; None: those of half the world."""
+    cpu_offload: bool = False
+    """Trained parameters, their gradients and the optimizer's state stay in host memory; layers visit the device to compute."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of each child; None: what the host's supervisor planned."""
 

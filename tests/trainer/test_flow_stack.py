@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,8 @@ from shared.wire.codec import pack, unpack
 from shared.wire.envelope import PartHead, SliceHead, TrainSlice
 from tests.models.tiny_pipelines import sd3, wan
 from tests.rollout.test_diffusers_engine import PARAMS, Worded, request
-from tests.trainer.test_stack import distance, flat, free_port, gradient_of, whole
+from tests.trainer import torchrun
+from tests.trainer.test_stack import distance, flat, gradient_of, whole
 
 GROUP = 4
 ALGORITHMS: dict[str, Any] = {
@@ -206,10 +204,7 @@ def test_two_ranks_train_the_same(slices: list[list[Sample]], tmp_path: Path, op
         slices = made(kind=options["kind"], height=16, width=16, num_frames=5, sde_indices=(0, 1, 2, 3))
     batch = batch_of(slices, rewards=[(1.0, 0.0, 1.0, 0.0), (nan, nan, 1.0, nan)])
     write_batch(tmp_path / "batch", batch)
-    command = [sys.executable, "-m", "tests.trainer.flow_rank", str(tmp_path / "batch"), str(tmp_path), json.dumps(options)]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}) for rank in range(2)]
-    assert [process.wait(120) for process in ranks] == [0, 0]
+    torchrun.run("tests.trainer.flow_rank", [str(tmp_path / "batch"), str(tmp_path), json.dumps(options)])
     one = make_stack(**options)
     result = one.train_track(batch)
     updates, _ = json.loads((tmp_path / "result.json").read_text())

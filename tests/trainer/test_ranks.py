@@ -20,7 +20,8 @@ from services.trainer.checkpoint import Saver
 from shared.config.sections import Placement
 from shared.weights import checkpoints
 from shared.weights.checkpoints import Position
-from tests.trainer.test_stack import distance, flat, free_port, gradient_of, make_batch, make_stack, whole
+from tests.trainer import torchrun
+from tests.trainer.test_stack import distance, flat, gradient_of, make_batch, make_stack, whole
 
 TIMEOUT_S = 2.0
 
@@ -30,7 +31,7 @@ def run(model: Path, folder: Path, idle_s: float, slow_s: float) -> tuple[list[i
     command = [sys.executable, "-m", "tests.trainer.waiting", str(model), str(folder), str(idle_s), str(slow_s)]
     env = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(torchrun.free_port()),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
         "UNIMESH_RANKS_TIMEOUT_S": str(TIMEOUT_S),
@@ -118,7 +119,13 @@ RANKS: dict[str, dict[str, Any]] = {
     "full": {"num_updates_per_batch": 3, "micro_batch_size": 2, "ema": {"schedule": "constant", "decay": 0.5}},
     "supervised": {"num_updates_per_batch": 3, "micro_batch_size": 2, "algorithm": "cross_entropy"},
     "ppo on fewer rows than ranks": {"num_updates_per_batch": 12, "micro_batch_size": 2, "algorithm": "ppo"},
-    "a copy each": {"micro_batch_size": 2, "placement": {"sharding": "no_shard"}, "activation_checkpointing": True},
+    "a copy each on two nodes": {
+        "nodes": 2,
+        "micro_batch_size": 2,
+        "placement": {"sharding": "no_shard"},
+        "activation_checkpointing": True,
+    },
+    "offloaded": {"micro_batch_size": 2, "placement": {"cpu_offload": True}, "gradient_sync": "every"},
     "hybrid": {"micro_batch_size": 1, "placement": {"sharding": "hybrid"}, "world": 4},
     "packed adapters": {
         "num_updates_per_batch": 3,
@@ -140,23 +147,15 @@ BOTH = ("full", "packed adapters")
 def test_ranks_equal_one(model_folder: Path, tmp_path: Path, name: str, dtype: str, limit: float) -> None:
     """FSDP2 on gloo: gradient, updated weights, checkpoint and version as with one rank."""
     options = dict(RANKS[name])
-    size = options.pop("world", 2)
-    one = make_stack(model_folder, dtype, **options)
+    size, nodes = options.pop("world", 2), options.pop("nodes", 1)
+    alone = {key: value for key, value in options.items() if key != "placement"}
+    one = make_stack(model_folder, dtype, **alone)
     gradient = gradient_of(one, make_batch())
     weights = flat(whole(one))
     Saver(tmp_path / "one", one.world).save(Position(1, 1, "n.1", {}), one.state(), {})
-    for port in (free_port(),):
-        command = [sys.executable, "-m", "tests.trainer.rank", str(model_folder), dtype, str(tmp_path), json.dumps(options)]
-        env = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(size),
-            "OMP_NUM_THREADS": "1",
-        }
-        while not (tmp_path / "one" / "1-1" / checkpoints.COMPLETE).exists():
-            time.sleep(0.01)
-        ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(size)]
-        assert [process.wait(120) for process in ranks] == [0] * size
+    while not (tmp_path / "one" / "1-1" / checkpoints.COMPLETE).exists():
+        time.sleep(0.01)
+    torchrun.run("tests.trainer.rank", [str(model_folder), dtype, str(tmp_path), json.dumps(options)], size, nodes)
     found = torch.load(tmp_path / "rank0.pt", weights_only=True)
     assert distance(found["gradient"], gradient) < limit
     assert distance(found["weights"], weights) < limit
@@ -169,7 +168,7 @@ def test_ranks_equal_one(model_folder: Path, tmp_path: Path, name: str, dtype: s
     assert sorted(n for share in shares for n in share) == sorted(version), "every tensor is in one share"
     assert all(distance_or_zero(value, version[n]) < limit for share in shares for n, value in share.items())
     assert bool(shares[1]) == ("lora" not in options)
-    other = make_stack(model_folder, dtype, **options)
+    other = make_stack(model_folder, dtype, **alone)
     other.load(tmp_path / "checkpoints" / "1-1")
     assert torch.equal(flat(whole(other)), found["weights"]), "and the other way"
     for use in ("trained", *(["opened"] if options.get("algorithm") == "cross_entropy" else [])):
@@ -180,6 +179,28 @@ def test_ranks_equal_one(model_folder: Path, tmp_path: Path, name: str, dtype: s
         np.testing.assert_allclose(measured, one.measure(make_batch(rows=7, group=1)), rtol=limit)
     for name, value in other.state().tensors.items():
         assert name == "rng" or distance_or_zero(value, one.state().tensors[name]) < limit, name
+
+
+def test_one_rank_offloads_too(model_folder: Path, tmp_path: Path) -> None:
+    """Its layers visit the device, which is the same host here: training, version and checkpoint are those of a plain rank."""
+    options: dict[str, Any] = {"micro_batch_size": 2, "lora": {"rank": 2, "alpha": 4}}
+    code = (
+        "import sys, torch; from pathlib import Path; from tests.trainer.test_stack import *; "
+        "from services.trainer.checkpoint import Saver; from shared.weights.checkpoints import Position; "
+        "folder = Path(sys.argv[2]); stack = make_stack(Path(sys.argv[1]), placement={'cpu_offload': True}, "
+        f"**{options!r}); assert stack.backend.sharded; stack.train_track(make_batch()); "
+        "saver = Saver(folder / 'saved', stack.world); saver.save(Position(1, 1, 'n.1', {}), stack.state(), {}); saver.wait(); "
+        "torch.save([stack.backend.weights(), whole(stack)], folder / 'made.pt')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(model_folder), str(tmp_path)], check=True, timeout=120)
+    plain = make_stack(model_folder, **options)
+    plain.train_track(make_batch())
+    version, weights = torch.load(tmp_path / "made.pt", weights_only=True)
+    assert version.keys() == plain.backend.weights().keys()
+    assert all(distance_or_zero(value, plain.backend.weights()[name]) < 1e-6 for name, value in version.items())
+    other = make_stack(model_folder, **options)
+    other.load(tmp_path / "saved" / "1-1")
+    assert torch.equal(flat(whole(other)), flat(weights))
 
 
 def distance_or_zero(a: torch.Tensor, b: torch.Tensor) -> float:

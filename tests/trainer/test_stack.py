@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,12 @@ def make_batch(rows: int = 12, seed: int = 0, group: int = 4, **changes: Any) ->
 
 
 def make_stack(
-    folder: Path, dtype: str = "float32", world: World | None = None, algorithm: Any = None, **train: Any
+    folder: Path,
+    dtype: str = "float32",
+    world: World | None = None,
+    algorithm: Any = None,
+    placement: dict[str, Any] | None = None,
+    **train: Any,
 ) -> TrainStack:
     world = world or World()
     bundle = load(folder, None, dtype)
@@ -73,9 +77,9 @@ def make_stack(
     if algorithm == "ppo":
         algorithm = Ppo(algorithms.Ppo())
         add_critic(bundle)
-    placement = Placement(trainer_ranks=world.size, **train.pop("placement", {})) if world.size > 1 else None
-    train.pop("placement", None)
-    backend = Backend(bundle, world, dtype, placement, train.get("activation_checkpointing", False))
+    place = Placement(trainer_ranks=world.size, **(placement or {}))
+    defer = train.get("gradient_sync", "last") == "last"
+    backend = Backend(bundle, world, dtype, place, train.get("activation_checkpointing", False), defer)
     optimizer = Optimizer(lr=1e-3, grad_clip=train.pop("grad_clip", 1e9))
     section = Train(optimizer=optimizer, **train)
     return TrainStack(backend, algorithm or Grpo(algorithms.Grpo(clip_range=0.2)), section, world, 100, 1.0)
@@ -122,13 +126,6 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path
     for size in (1, 3, 5):
         stack = make_stack(model_folder, dtype, algorithm=algorithm, micro_batch_size=size)
         assert distance(gradient_of(stack, make_batch()), whole) < limit
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_activations_are_computed_again(model_folder: Path) -> None:

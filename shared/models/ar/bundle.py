@@ -75,10 +75,15 @@ def add_critic(bundle: Bundle) -> None:
     setattr(bundle.model, CRITIC, head)
 
 
+def where() -> torch.device:
+    """This process's device: the first that its agent leased (or the rank's own), else the CPU. Models compute there, also
+    those whose parameters stay in host memory."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def placed(bundle: Any) -> Any:
-    """The model on this process's device: the first that its agent leased (or the rank's own), else the CPU."""
-    if torch.cuda.is_available():
-        bundle.model.to("cuda")
+    """The model on this process's device."""
+    bundle.model.to(where())
     return bundle
 
 

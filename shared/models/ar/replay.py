@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.models.ar.bundle import CRITIC, Bundle
+from shared.models.ar.bundle import CRITIC, Bundle, where
 from shared.models.ar.generate import left_padded, positions
 
 Tokens = np.ndarray[Any, Any]
@@ -80,7 +80,7 @@ def _states(model: Any) -> Iterator[list[Tensor]]:
 
 def _padded(bundle: Bundle, prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> tuple[Tensor, Tensor, Pick]:
     """(logits [rows, columns, vocabulary], targets [tokens], how columns become tokens)."""
-    device = bundle.model.device
+    device = where()
     ids, mask = left_padded(prompts, bundle.pad)
     width = max(map(len, completions))
     tail = np.full((len(completions), width), bundle.pad, np.int64)
@@ -103,7 +103,7 @@ def _padded(bundle: Bundle, prompts: Sequence[Tokens], completions: Sequence[Tok
 
 
 def _packed(bundle: Bundle, prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> tuple[Tensor, Tensor, Pick]:
-    device = bundle.model.device
+    device = where()
     lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.concatenate([part for p, c in zip(prompts, completions, strict=True) for part in (p, c)]).astype(np.int64)

@@ -7,11 +7,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from services.controller.data.intake import BadPrompt
-from services.controller.jobs import Job
+from services.controller.jobs import Job, measured
+from services.controller.models import adapted
+from shared.weights.locate import ModelFiles
 
-LOOKED_AT = 64
-"""Prompts whose length is measured."""
 BYTES_A_TOKEN = 12
 """Token id (int32), log-prob (float32), about four characters of text."""
 BYTES_A_PARAMETER = 16
@@ -31,7 +30,7 @@ def estimate(job: Job) -> dict[str, Any]:
         "epochs": None if job.train.order.length is None else round(plan.steps * plan.batch_size / job.train.order.length, 3),
     }
     media = bool(plan.branches) and plan.branches[0].media
-    prompt = [] if media else _prompt_tokens(job)
+    prompt = [] if media else measured(job.train, bool(plan.route))
     figures = {"mean": round(sum(prompt) / len(prompt), 1), "max": max(prompt)} if prompt else None
     found["prompt_tokens" if plan.route else "example_tokens"] = figures
     if plan.route and prompt:
@@ -41,7 +40,10 @@ def estimate(job: Job) -> dict[str, Any]:
         found["tokens_per_step"] = tokens * plan.batch_size
         found["bytes_per_group"] = tokens * BYTES_A_TOKEN
         found["log_bytes_per_step"] = tokens * BYTES_A_TOKEN * plan.batch_size
-    place = Path(job.doc.weights or job.doc.files)
+    files = ModelFiles(Path(job.doc.files), Path(job.doc.weights) if job.doc.weights else None)
+    if recipe.model.lora is not None:
+        found["adapted_modules"] = adapted(recipe.model, files)
+    place = files.weights or files.files
     count = parameters(place / "transformer" if media and not job.doc.weights else place)
     if count is not None:
         width = {"float64": 8, "float32": 4, "bfloat16": 4}[recipe.model.dtype]
@@ -52,19 +54,6 @@ def estimate(job: Job) -> dict[str, Any]:
             "version": count * width,
         }
     return found
-
-
-def _prompt_tokens(job: Job) -> list[int]:
-    """Without a rollout: of prompt and target."""
-    source, intake = job.train.source, job.train.intake
-    lengths = []
-    for row in range(min(LOOKED_AT, source.size or LOOKED_AT)):
-        try:
-            record = source.get(row)
-            lengths.append(len(intake.prompt(record).tokens) if job.doc.plan.route else len(intake.example(record)))
-        except BadPrompt:
-            continue  # dropped when it is drawn
-    return lengths
 
 
 def parameters(folder: Path) -> int | None:

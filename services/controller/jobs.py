@@ -19,7 +19,7 @@ from services.controller.data.record import Source
 from services.controller.data.sources import open_source
 from services.controller.lifecycles.diffusion import check_size, sigmas_of
 from services.controller.lifecycles.state import Phase, Plan, Root
-from services.controller.models import check_adapter, fingerprint, reference_of
+from services.controller.models import adapted, fingerprint, reference_of
 from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, LossSuite, Recipe, Sampling, Suite, scorer_place, scorers_of
@@ -52,6 +52,10 @@ class JobDoc(msgspec.Struct, frozen=True, kw_only=True):
     """Folders, as `files` and `weights`, of the frozen model that the recipe names."""
     fingerprints: dict[str, str] = {}
     """Of the model and the data sources by field, as they were at submission."""
+
+
+LOOKED_AT = 64
+"""Records whose length is measured."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def prepare(document: Any, settings: Settings) -> Job:
     for name, scorer in scorers_of(recipe.model_dump(mode="json")).items():
         settings.check_urls(scorer.params, f"{scorer_place(name)}.params")
     files = locate(recipe.model, settings)
-    check_adapter(recipe.model, files)
+    adapted(recipe.model, files)
     doc = JobDoc(
         id=uuid4().hex[:12],
         created=time.time(),
@@ -108,6 +112,7 @@ def prepare(document: Any, settings: Settings) -> Job:
         reference=reference_of(recipe, files, settings),
     )
     job = open_job(doc, settings)
+    _check_budget(job)
     sizes = {name: suite.size or job.suites[name][0].source.size or 0 for name, suite in plan.suites.items()}
     suites = {name: msgspec.structs.replace(suite, size=sizes[name]) for name, suite in plan.suites.items()}
     plan = msgspec.structs.replace(plan, suites=suites)
@@ -154,6 +159,29 @@ def _fingerprints(job: Job) -> dict[str, str]:
         place = ModelFiles(Path(reference[0]), Path(reference[1]) if reference[1] else None)
         found["algorithm.reference"] = fingerprint(place)
     return found
+
+
+def measured(train: DataSet, rolled: bool) -> list[int]:
+    """Tokens of the first records: of the prompts, or where nothing is `rolled` out of prompt and target."""
+    lengths = []
+    for row in range(min(LOOKED_AT, train.source.size or LOOKED_AT)):
+        try:
+            record = train.source.get(row)
+            lengths.append(len(train.intake.prompt(record).tokens) if rolled else len(train.intake.example(record)))
+        except BadPrompt:
+            continue  # dropped when it is drawn
+    return lengths
+
+
+def _check_budget(job: Job) -> None:
+    """BadInput for a budget of tokens that a sequence of the data exceeds by itself."""
+    budget, rolled = job.recipe.train.micro_batch_tokens, bool(job.doc.plan.route)
+    if budget is None or isinstance(job.train.intake, MediaIntake) or not (known := measured(job.train, rolled)):
+        return
+    longest = max(known) + (job.recipe.rollout.sampling.max_new_tokens if rolled else 0)
+    if budget < longest:
+        why = f"a sequence may have {longest} tokens (of the first {len(known)} records)"
+        raise bad("train.micro_batch_tokens", budget, why, f"at least {longest}")
 
 
 def media_params(recipe: Any, folder: Path) -> DiffusionSamplingParams:

@@ -34,23 +34,24 @@ if TYPE_CHECKING:
     from services.controller.jobs import JobDoc
 
 
-def check_adapter(model: Model, files: ModelFiles) -> None:
-    """BadInput for adapters of modules that the model does not have."""
+def adapted(model: Model, files: ModelFiles) -> list[str]:
+    """The modules that get adapters, as far as the files tell. BadInput for those that the model does not have."""
     if model.lora is None:
-        return
+        return []
     try:
         part = files.files / "transformer" if isinstance(model, MediaModel) else files.files
         known = linear_modules(files.weights or part)
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise bad("model.path", model.path, f"its weights cannot be read: {error}", "safetensors files") from error
     if not known:
-        return  # weights in another format: the trainer will say
+        return []  # weights in another format: the trainer will say
     try:
         found = chosen(known, model.lora)
     except ValueError as error:
         raise bad("model.lora.targets", model.lora.targets, str(error), "names of linear modules, or all-linear") from error
     if not found:
         raise bad("model.lora.targets", model.lora.targets, "names no module")
+    return found
 
 
 def reference_of(recipe: Any, files: ModelFiles, settings: Settings) -> tuple[str, str | None] | None:

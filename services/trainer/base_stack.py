@@ -166,7 +166,10 @@ class Stack:
     # figures --------------------------------------------------------------------------------------------------------------
 
     def _culprits(self) -> str:
-        names = [n for n, p in self.backend.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
+        """Parameters whose gradient is not finite on some rank."""
+        named = self.backend.named_parameters()
+        marks = self.world.largest([float(p.grad is not None and not _finite(p.grad)) for p in named.values()])
+        names = [name for name, mark in zip(named, marks, strict=True) if mark]
         return f"{len(names)} parameters, first {', '.join(names[:3])}"
 
     def _figures(self, tally: Tally, losses: list[float], norms: list[float]) -> dict[str, float]:

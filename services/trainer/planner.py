@@ -46,6 +46,21 @@ def shuffled(rows: int, seed: int, step: int) -> list[int]:
     return order
 
 
+def shuffled_aligned(coarse: Sequence[str], fine: Sequence[str], seed: int, step: int) -> tuple[list[int], list[int]]:
+    """One order of two Parts: that of the coarse one's rows, each followed by all of its children among the fine ones.
+
+    ValueError if a row's parent (its id without the last segment) is no row of the coarse Part.
+    """
+    order = shuffled(len(coarse), seed, step)
+    children: dict[str, list[int]] = {name: [] for name in coarse}
+    for place, name in enumerate(fine):
+        parent = name.rpartition("/")[0]
+        if parent not in children:
+            raise ValueError(f"row {name!r} has no parent among the rows of the other Part, such as {coarse[0]!r}")
+        children[parent].append(place)
+    return order, [place for i in order for place in children[coarse[i]]]
+
+
 def cost(micro: Sequence[Size], kind: Cost) -> int:
     """dense: `(longest prompt + longest response) × rows`, what padded tensors hold. sum: the tokens, what packed ones hold."""
     if not micro:

@@ -194,7 +194,8 @@ class Train(Section):
     micro_batch_size: int | None = Field(None, ge=1)
     """Sequences a forward pass and rank; None: a mini-batch at once, or as many as micro_batch_tokens allows."""
     micro_batch_tokens: int | None = Field(None, ge=1)
-    """Tokens a forward pass and rank, prompts included, in place of a number of sequences. A longer sequence is alone."""
+    """Tokens a forward pass and rank, prompts included, in place of a number of sequences; not less than the longest
+    sequence has."""
     micro_batch_cost: Literal["dense", "sum"] = "sum"
     """What is counted: the padded tensor, or the tokens alone (right for packed replay)."""
     replay: Literal["padded", "packed"] = "padded"

@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -219,12 +220,23 @@ class WeightStore:
 
     @contextmanager
     def leased(self, incarnation: int, version: int, holder: str) -> Iterator[None]:
-        """Keeps the version from being collected while it is read. Each reader's lease is its own, also of one holder."""
-        own = f"{holder}.{uuid4().hex[:8]}"
+        """Keeps the version from being collected while it is read, however long. Each reader's lease is its own, also of one
+        holder."""
+        own, done = f"{holder}.{uuid4().hex[:8]}", threading.Event()
+
+        def renew() -> None:
+            while not done.wait(LEASE_S / 4):
+                with suppress(OSError):
+                    self.hold(incarnation, version, own)
+
         self.hold(incarnation, version, own)
+        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        thread.start()
         try:
             yield
         finally:
+            done.set()
+            thread.join()
             self.release(incarnation, version, own)
 
     def hold(self, incarnation: int, version: int, holder: str) -> None:

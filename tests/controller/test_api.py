@@ -217,6 +217,22 @@ def test_what_may_be_named_is_listed_with_its_schema(api: httpx.Client) -> None:
     assert "pattern" in scorers["regex"]["parameters"]["properties"] and "grpo" not in scorers
 
 
+def test_what_adapters_and_budgets_mean_is_said_first(api: httpx.Client, model_folder: Path) -> None:
+    """The modules that get adapters are listed; a budget that one sequence exceeds is refused with the least that does."""
+    document = recipe(
+        model_folder, model__lora={"rank": 2, "alpha": 4, "targets": ["q_proj", "down_proj"]}, train__micro_batch_tokens=4096
+    )
+    answer = api.post("/v1/jobs", json={"document": document, "dry_run": True}).json()
+    named = answer["estimate"]["adapted_modules"]
+    assert len(named) >= 4 and {name.rpartition(".")[2] for name in named} == {"q_proj", "down_proj"}
+    longest = answer["estimate"]["prompt_tokens"]["max"] + 4
+    document["train"]["micro_batch_tokens"] = longest - 1
+    answer = api.post("/v1/jobs", json={"document": document, "dry_run": True}).json()
+    assert answer["status"] == 422 and "train.micro_batch_tokens" in str(answer) and f"at least {longest}" in str(answer)
+    document["train"]["micro_batch_tokens"] = longest
+    assert api.post("/v1/jobs", json={"document": document, "dry_run": True}).status_code < 300
+
+
 def test_lag_and_age_of_a_scorers_stream(api: httpx.Client, client: Any, model_folder: Path) -> None:
     """Two messages that nobody has read, the older of 40 seconds; then one of them in somebody's hand."""
     keys = JobKeys(submit(api, recipe(model_folder)))

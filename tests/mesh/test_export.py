@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import peft
 import psutil
 import pytest
 import torch
@@ -73,6 +74,8 @@ def test_an_adapter_is_exported_for_peft(mesh: Mesh, jobs: dict[str, str], model
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names and len(names) == 12
     merged = load(model_folder, tmp_path).model
     assert not torch.equal(logits(merged), logits(load(model_folder, None).model))
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path)
+    assert torch.allclose(logits(theirs), logits(merged), rtol=0, atol=1e-5), "the library itself reads it as we do"
 
 
 def test_a_dtype_is_chosen_and_a_checkpoint_is_enough(mesh: Mesh, jobs: dict[str, str], tmp_path: Path) -> None:

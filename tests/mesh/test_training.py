@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer import checkpoint
 from shared.models.ar.bundle import load
 from shared.models.ar.tiny import make_folder
+from shared.weights import checkpoints
 from tests.conftest import recipe
 from tests.mesh.conftest import Mesh
 
@@ -21,6 +23,7 @@ OPTIMIZER = {"optimizer": {"lr": 1e-3}, "checkpoint_every": 1}
 SCORED = {"scorers": {"letters": {"name": "regex", "params": {"pattern": ".*[a-m].*"}}}}
 """What a random model says has such a letter every other time."""
 VARIANTS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"algorithm": {"name": "grpo", "params": {"clip_range": 0.2}}, "model__dtype": "bfloat16"},
     "grpo-lora-kl": {
         "algorithm": {"name": "grpo", "params": {"clip_range": 0.2, "kl_coef": 0.1, "entropy": True}},
         "model__lora": LORA,
@@ -72,11 +75,27 @@ def test_every_form_of_training(mesh: Mesh, model_folder: Path, name: str) -> No
         assert last["value_loss"] > 0 and "explained_variance" in last
     manifest = json.loads((version(mesh, job) / "manifest.json").read_text())
     assert manifest["source"] == ("ema" if name == "ema" else "live")
+    if name == "bfloat16":
+        tensors = load_file(version(mesh, job) / "model.safetensors")
+        assert {value.dtype for value in tensors.values()} == {torch.float32}, "masters are what is published"
+        assert 0 < last["rollout_gap"] < 0.05
+    if name == "ema":
+        published_is_the_average(mesh, job)
     assert manifest["kind"] == ("lora" if "model__lora" in variant else "full")
     names = {name for path in version(mesh, job).glob("*.safetensors") for name in load_file(path)}
     assert not any("value_head" in name for name in names)
     if "model__lora" in variant:
         assert names and all(".lora_A." in n or ".lora_B." in n for n in names) and len(names) == 2 * 3 * 2
+
+
+def published_is_the_average(mesh: Mesh, job: str) -> None:
+    """Byte for byte what the last checkpoint keeps as the average, and not the live weights beside it."""
+    newest = checkpoints.newest(mesh.state / "jobs" / job / "checkpoints")
+    assert newest is not None
+    found = load_file(version(mesh, job) / "model.safetensors")
+    average, live = checkpoint.read(newest, "ema."), checkpoint.read(newest, "model.")
+    assert average and all(torch.equal(value, found[name]) for name, value in average.items())
+    assert any(not torch.equal(live[name], value) for name, value in average.items())
 
 
 def test_an_adapters_versions_are_peft_folders_and_start_other_jobs(mesh: Mesh, model_folder: Path) -> None:

@@ -107,8 +107,9 @@ def live(settings: Settings, job: str, at: int, background: bool) -> None:
 class Held:
     """A job in the hands of a controller thread; its trainer is the test's."""
 
-    def __init__(self, settings: Settings, model: Path, every: int, **changes: Any) -> None:
-        document = recipe(model, steps=STEPS, train__checkpoint_every=every, **changes)
+    def __init__(self, settings: Settings, model: Path, every: int, steps: int = STEPS, **changes: Any) -> None:
+        self.steps = steps
+        document = recipe(model, steps=steps, train__checkpoint_every=every, **changes)
         job = prepare(document, settings)
         self.settings, self.name = settings, create(connect(settings.redis_url), job)
         self.runner = Runner(lambda: connect(settings.redis_url), job, settings)
@@ -138,9 +139,9 @@ class Held:
         self.thread.join(20)
         assert not self.thread.is_alive()
         _, state = self.runner._load()
-        assert state.root.phase == "done" and state.root.batches == STEPS and balanced(state)
+        assert state.root.phase == "done" and state.root.batches == self.steps and balanced(state)
         steps = [unpack(row[b"m"], dict)["step"] for _, row in self.runner.client.xrange(self.runner.keys.steps)]
-        assert steps == list(range(1, STEPS + 1))
+        assert steps == list(range(1, self.steps + 1))
         folder = checkpoints.newest(self.settings.checkpoints(self.name))
         assert folder is not None
         return int(checkpoint.read(folder, "model.")["w"])
@@ -162,3 +163,20 @@ def test_a_trainer_killed_at_every_act_trains_everything_once(
                 break
         assert at > 20
         assert job.check() == straight
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_shortest_jobs_end_wherever_they_are_begun_again(settings: Settings, model_folder: Path, steps: int) -> None:
+    """First and last step are one, or next to each other: no word is waited for that nobody will say again."""
+    with Held(settings, model_folder, 1, steps) as job:
+        assert job.live(0, True) == 0
+        straight = job.check()
+    with Held(settings, model_folder, 1, steps) as job:
+        lives = 0
+        for at in count(1):
+            lives += 1
+            code = job.live(at, True)
+            assert code in (0, -signal.SIGKILL), f"life {at}: {code}"
+            if code == 0:
+                break
+        assert lives > steps and job.check() == straight

@@ -119,6 +119,20 @@ def test_shuffled(case: Case) -> None:
     assert plan == case.expect["plan"]
 
 
+@pytest.mark.parametrize("case", cases("10_planner", "shuffled_updates_aligned"))
+def test_parts_are_shuffled_together(case: Case) -> None:
+    p = case.params
+    if case.raises:
+        with pytest.raises(ValueError, match="has no parent"):
+            planner.shuffled_aligned(["a0/0"], [f"{p['fine_parent_prefix']}0/0/0"], 3, 9)
+        return
+    orders = planner.shuffled_aligned(p["coarse"], p["fine"], p["shuffle_seed"], p["shuffle_step"])
+    assert list(orders) == case.expect["orders"]
+    for order, plan in zip(orders, case.expect["plans"], strict=True):
+        updates = planner.updates(len(order), p["num_updates"])
+        assert [ranges(planner.chunks(rows, p["micro_batch_size"])) for rows in updates] == plan
+
+
 @pytest.mark.parametrize("case", cases("10_planner", "restore_row_order"))
 def test_rows_find_back(case: Case) -> None:
     """What was computed in a plan's order is scattered back by it, as anchors are."""

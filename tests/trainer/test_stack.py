@@ -118,6 +118,16 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def test_what_fills_up_counts_for_nothing(model_folder: Path) -> None:
+    """Also where it is the id that ends a sequence, which is sampled and counts."""
+    gradients = []
+    for pad in (0, 1):
+        stack = make_stack(model_folder, "float64")
+        stack.backend.bundle.pad = pad
+        gradients.append(gradient_of(stack, make_batch()))
+    assert distance(gradients[0], gradients[1]) < 1e-12
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-10), ("float32", 1e-5)])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_any_split_into_micro_batches_gives_the_same_gradient(model_folder: Path, dtype: str, limit: float, mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import safetensors.torch
 import torch
 
 from shared.models.tensors import NAMES, decode, encode
+from shared.weights import store as weight_store
 from shared.weights.store import WeightsDamaged, WeightStore
 
 
@@ -48,6 +50,21 @@ def test_a_version_is_read_in_place_and_outlives_its_files(tmp_path: Path) -> No
     found["w"] += 1  # a private mapping: the file of others does not change
     same(decode(store.read(1, 2)[0][1]), state)
     assert name == "model.safetensors"
+
+
+def test_a_slow_reader_keeps_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads for much longer than a lease lasts, while newer versions come and old ones are collected."""
+    monkeypatch.setattr(weight_store, "LEASE_S", 0.2)
+    store = WeightStore(tmp_path, "policy")
+    for version in range(4):
+        store.publish(1, version, [("model.safetensors", [bytes([version]) * 100])])
+    with store.leased(1, 0, "reader"):
+        for _ in range(10):
+            time.sleep(0.1)
+            store.collect(1, keep=1)
+        assert store.versions(1) == [0, 3]
+        assert bytes(store.read(1, 0)[0][1]) == bytes(100)
+    assert store.collect(1, keep=1) == [0]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow"])

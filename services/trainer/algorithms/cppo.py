@@ -1,4 +1,6 @@
-"""CPPO: DPPO's mask with a budget that a sequence uses up from its beginning (golden topic 3)."""
+"""CPPO: DPPO's mask (arXiv 2602.04879) with a budget that a sequence uses up from its beginning, so that early tokens, which
+all later ones stand on, are held closer. The formula below is golden topic 3's, of UniRL 0.2.0; it is another method than the
+pruning of completions that is called CPPO too (arXiv 2503.22342)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: cross-entropy of the targets at temperature 1. Golden topic 12, `sft`."""
+"""Supervised fine-tuning: cross-entropy of the targets at temperature 1, `-sum_t m_t log p(y_t) / sum_t m_t`.
+
+Maximum likelihood, as in the first stage of Ouyang et al. 2022 (arXiv 2203.02155). Golden topic 12, `sft`.
+"""
 
 from __future__ import annotations
 

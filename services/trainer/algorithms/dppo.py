@@ -1,4 +1,8 @@
-"""DPPO: a trust region by the divergence of single probabilities in place of a clipped ratio (golden topic 3)."""
+"""DPPO: a trust region by the divergence of single probabilities in place of a clipped ratio.
+
+Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879), the binary total-variation form;
+golden topic 3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DRPO: a quadratic penalty on the ratio in place of a clip (golden topic 3)."""
+"""DRPO: a quadratic penalty on the ratio in place of a clip.
+
+Yao et al. 2026, "Rethinking the Divergence Regularization in LLM RL" (arXiv 2606.09821); golden topic 3.
+"""
 
 from __future__ import annotations
 

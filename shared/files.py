@@ -8,8 +8,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import xxhash
 
@@ -50,6 +52,56 @@ def when_there_is_space(act: Callable[[], T], say: Callable[[str], None]) -> T:
         _waiting.discard(threading.get_ident())
 
 
+def place(url: str) -> Path:
+    """A folder: a path of this host, or by its URL what fsspec reaches (s3://bucket/folder). Both are used as pathlib's."""
+    if "://" not in url:
+        return Path(url)
+    from upath import UPath
+
+    return cast(Path, UPath(url, use_listings_cache=False))  # what others have written meanwhile is asked for
+
+
+def local(path: Path) -> bool:
+    """Whether it is of this host's own file system, where a rename is atomic and files can be mapped and linked."""
+    return isinstance(path, PurePath)
+
+
+def remove(folder: Path) -> None:
+    """With all that is in it; whatever is gone already is none the worse."""
+    if local(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    away: Any = folder
+    with suppress(FileNotFoundError):
+        away.fs.rm(away.path, recursive=True)
+
+
+def fetched(folder: Path, below: Path, kept_s: float | None = None) -> Path:
+    """A folder of this host with the same files: itself, or a copy in a folder of `below`. Copies older than `kept_s` go."""
+    if local(folder):
+        return folder
+    oldest = 0.0 if kept_s is None else time.time() - kept_s
+    for old in below.glob("*"):
+        with suppress(FileNotFoundError):
+            if old.stat().st_mtime < oldest:
+                shutil.rmtree(old, ignore_errors=True)
+    target = below / xxhash.xxh3_64_hexdigest(str(folder).encode())
+    if target.exists():
+        return target
+    aside = below / f".{uuid4().hex}"
+    aside.mkdir(parents=True)
+    away: Any = folder
+    try:
+        for path in away.iterdir():
+            if path.is_file():
+                path.fs.get_file(path.path, str(aside / path.name))
+        with suppress(OSError):  # another has fetched it meanwhile
+            aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
 def sync(path: Path) -> None:
     """Until the file's bytes, or the folder's names, would survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -61,6 +113,10 @@ def sync(path: Path) -> None:
 
 def link_or_copy(path: Path, target: Path) -> None:
     """The same file under a second name; a copy where the file systems are two, or know no links. One that is there stays."""
+    if not local(path):
+        away: Any = path
+        away.fs.copy(away.path, cast(Any, target).path)
+        return
     try:
         os.link(path, target)
     except FileExistsError:

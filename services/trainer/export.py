@@ -111,16 +111,16 @@ def _based(doc: dict[str, Any]) -> Any:
 def _tensors(export: exports.Export) -> dict[str, Any]:
     """Of a version, its checksums verified, or of a checkpoint: there the moving average if one is kept, and adapters under the
     model's own names. A critic is left out."""
-    from safetensors.torch import load_file
-
     from services.trainer import checkpoint
+    from shared.files import place
     from shared.models import lora
     from shared.models.ar.bundle import CRITIC
-    from shared.weights.store import open_version
+    from shared.models.tensors import decode
+    from shared.weights.store import read_version
 
-    folder = Path(export.weights)
+    folder = place(export.weights)
     if export.incarnation:
-        tensors = [load_file(path) for path in open_version(folder) if path.suffix == ".safetensors"]
+        tensors = [decode(data) for name, data in read_version(folder) if name.endswith(".safetensors")]
     else:
         tensors = [checkpoint.read(folder, "model."), checkpoint.read(folder, "ema.")]
     found = {name: value for part in tensors for name, value in part.items() if not name.startswith(f"{CRITIC}.")}

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from shared.config.problems import bad
+from shared.files import place
 
 T = TypeVar("T", int, float)
 ADDRESSES = ("url", "base_url")
@@ -62,8 +63,16 @@ class Settings:
     device_share: int = 1
     """Agents that may hold the same device; they must take turns, as synchronous training does."""
 
+    store: str | None = None
+    """Where versions of weights are kept if not in the state folder: a folder, or a URL that fsspec knows."""
+
     def weights(self, job: str) -> Path:
-        return self.state / "jobs" / job / "weights"
+        return self.state / "jobs" / job / "weights" if self.store is None else place(self.store) / job
+
+    @property
+    def fetched(self) -> Path:
+        """Copies of what is kept elsewhere, for what reads files of this host."""
+        return self.state / "fetched"
 
     def checkpoints(self, job: str) -> Path:
         return self.state / "jobs" / job / "checkpoints"
@@ -129,6 +138,7 @@ def from_environment() -> Settings:
     return Settings(
         redis_url=os.environ.get("UNIMESH_REDIS_URL", "redis://127.0.0.1:6379/0"),
         state=state,
+        store=os.environ.get("UNIMESH_WEIGHTS") or None,
         roots=(*roots, state),
         bodies=os.environ.get("UNIMESH_BODIES", f"dir:{state / 'bodies'}"),
         threads=_number("UNIMESH_THREADS", 0, 0) or max(1, os.cpu_count() or 1),

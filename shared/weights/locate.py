@@ -8,7 +8,11 @@ from pathlib import Path
 from shared.config.problems import bad
 from shared.config.sections import MediaModel, Model
 from shared.config.settings import Settings
+from shared.files import fetched
 from shared.weights.store import WeightStore
+
+FETCHED_S = 24 * 3600.0
+"""A version that was fetched is linked into the folder of the job that starts from it; its copy goes a day later."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ def locate(model: Model, settings: Settings, at: str = "model.path") -> ModelFil
         version = store.latest()
         if version is None:
             raise bad(at, model.path, f"the job has published no complete version of track {model.track!r}")
-        found = ModelFiles(store.files, version)
+        files = fetched(store.files, settings.fetched / "files")
+        found = ModelFiles(files, fetched(version, settings.fetched / "versions", FETCHED_S))
     else:
         found = ModelFiles(settings.allowed(model.path, at), None)
     if isinstance(model, MediaModel):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from uuid import uuid4
 import msgspec
 import xxhash
 
-from shared.files import checksum, link_or_copy
+from shared.files import checksum, link_or_copy, local, remove
 from shared.wire.codec import Buffer
 
 COMPLETE = "COMPLETE"
@@ -118,8 +117,11 @@ class WeightStore:
         target = self.path(incarnation, version)
         if (target / COMPLETE).exists():
             return 0
-        temporary = target.with_name(f".{uuid4().hex}")
-        temporary.mkdir(parents=True)
+        # an object store has no rename: files are written where they belong, and the marker alone says that all are there
+        temporary = target.with_name(f".{uuid4().hex}") if local(target) else target
+        if not local(target):
+            remove(target)
+        temporary.mkdir(parents=True, exist_ok=True)
         try:
             shards = tuple(_written(temporary / name, data) for name, data in files)
             for rank in range(1, ranks):
@@ -139,12 +141,13 @@ class WeightStore:
             (temporary / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
             for path in self._parts(incarnation, version).glob("*.safetensors"):
                 link_or_copy(path, temporary / path.name)  # what fails below is done again
-            if target.exists():  # an attempt that died before its marker
-                shutil.rmtree(target)
-            temporary.rename(target)
+            if local(target):
+                remove(target)  # an attempt that died before its marker
+                temporary.rename(target)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        (target / COMPLETE).touch()
+            if local(target):
+                remove(temporary)
+        (target / COMPLETE).write_bytes(b"")
         if ranks > 1:
             self.drop_parts(incarnation, version)
         return sum(s.nbytes for s in shards)
@@ -156,9 +159,10 @@ class WeightStore:
         folder = self._parts(incarnation, version)
         folder.mkdir(parents=True, exist_ok=True)
         shards = [_written(folder / name, data) for name, data in files]
-        word = folder / f".rank-{rank}"
+        word = folder / (f".rank-{rank}" if local(folder) else f"rank-{rank}.json")
         word.write_bytes(msgspec.json.encode(shards))
-        word.rename(folder / f"rank-{rank}.json")
+        if local(folder):
+            word.rename(folder / f"rank-{rank}.json")
 
     def waiting(self, incarnation: int, version: int, rank: int, text: str) -> None:
         """The rank's disk is full: rank 0 tells people, and waits as long."""
@@ -192,7 +196,7 @@ class WeightStore:
         """Shares of this version and older ones; of all versions, before the ranks begin."""
         for folder in (self.folder / str(incarnation)).glob("parts-*"):
             if version is None or int(folder.name.partition("-")[2]) <= version:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove(folder)
 
     def digest(self, incarnation: int, version: int) -> str:
         """The same for versions with the same bytes. FileNotFoundError if it is not complete (any more)."""
@@ -203,20 +207,12 @@ class WeightStore:
         return open_version(self.path(incarnation, version), verify)
 
     def read(self, incarnation: int, version: int) -> list[tuple[str, Buffer]]:
-        """Names and bytes of a complete version's files, verified: private mappings, so that nothing is read twice or copied.
+        """Names and bytes of a complete version's files, verified: private mappings, so that nothing is read twice or copied;
+        of an object store copies in memory.
 
         FileNotFoundError if it is not there (yet), WeightsDamaged if its bytes are wrong. They outlive the version itself.
         """
-        folder = self.path(incarnation, version)
-        out: list[tuple[str, Buffer]] = []
-        for shard in _manifest(folder).shards:
-            with (folder / shard.file).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                data: Buffer = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) if size else b""
-            if Shard(shard.file, len(data), xxhash.xxh3_64_hexdigest(data)) != shard:
-                raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
-            out.append((shard.file, data))
-        return out
+        return read_version(self.path(incarnation, version))
 
     @contextmanager
     def leased(self, incarnation: int, version: int, holder: str) -> Iterator[None]:
@@ -243,7 +239,7 @@ class WeightStore:
         """Takes or renews a lease of LEASE_S seconds."""
         lease = self._lease(incarnation, version, holder)
         lease.parent.mkdir(parents=True, exist_ok=True)
-        lease.touch()
+        lease.write_text(str(time.time()))
 
     def release(self, incarnation: int, version: int, holder: str) -> None:
         self._lease(incarnation, version, holder).unlink(missing_ok=True)
@@ -255,12 +251,23 @@ class WeightStore:
         """Removes complete versions that are neither among the newest `keep`, nor pinned, nor leased."""
         leases = (self.folder / str(incarnation) / "leases").glob("v*.*")
         young = time.time() - LEASE_S
-        held = {int(p.name[1:].partition(".")[0]) for p in leases if _mtime(p) > young}
+        held = {int(p.name[1:].partition(".")[0]) for p in leases if _taken(p) > young}
         old = [v for v in self.versions(incarnation)[:-keep] if v not in held and v not in pinned]
         for version in old:
             (self.path(incarnation, version) / COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(self.path(incarnation, version), ignore_errors=True)
+            remove(self.path(incarnation, version))
         return old
+
+
+def read_version(folder: Path) -> list[tuple[str, Buffer]]:
+    """As WeightStore.read, of the version in `folder`."""
+    out: list[tuple[str, Buffer]] = []
+    for shard in _manifest(folder).shards:
+        data = _read(folder / shard.file)
+        if Shard(shard.file, len(data), xxhash.xxh3_64_hexdigest(data)) != shard:
+            raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
+        out.append((shard.file, data))
+    return out
 
 
 def open_version(folder: Path, verify: bool = True) -> list[Path]:
@@ -292,8 +299,17 @@ def _shard(path: Path) -> Shard:
     return Shard(path.name, path.stat().st_size, checksum(path))
 
 
-def _mtime(path: Path) -> float:
+def _read(path: Path) -> Buffer:
+    if not local(path):
+        return bytearray(path.read_bytes())
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) if size else b""
+
+
+def _taken(lease: Path) -> float:
+    """When it was taken or renewed, by its holder's clock; one that is being written is as good as now."""
     try:
-        return path.stat().st_mtime
+        return float(lease.read_text() or time.time())
     except FileNotFoundError:
         return 0.0

@@ -23,9 +23,9 @@ from unimesh.home import Home
 class Mesh:
     """`unimesh up` in a process of its own."""
 
-    def __init__(self, state: Path, root: Path, *flags: str, lease_s: float = 3.0) -> None:
+    def __init__(self, state: Path, root: Path, *flags: str, lease_s: float = 3.0, **variables: str) -> None:
         self.state = state
-        env = os.environ | {"UNIMESH_LEASE_S": str(lease_s)}
+        env = os.environ | {"UNIMESH_LEASE_S": str(lease_s)} | variables
         command = [
             sys.executable,
             "-m",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shared.files import local
 from shared.models import lora
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -118,11 +118,10 @@ def copy_side_files(files: Path, target: Path) -> None:
     """Config and tokenizer, once; an existing complete copy stays."""
     if (target / "config.json").exists():
         return
-    temporary = target.with_name(f".{target.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for pattern in SIDE_FILES:
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in reversed(SIDE_FILES):  # the config last: where it is, the others are
         for path in files.glob(pattern):
-            shutil.copyfile(path, temporary / path.name)
-    json.loads((temporary / "config.json").read_text())
-    temporary.rename(target)
+            there = target / (f".{path.name}" if local(target) else path.name)
+            there.write_bytes(path.read_bytes())
+            if local(target):
+                there.rename(target / path.name)

@@ -83,6 +83,8 @@ class Writer:
     def __init__(self, job: Job, store: BodyStore) -> None:
         self.job, self.store, self.keys, self.plan = job, store, job.keys, job.doc.plan
         self.prepared: dict[int, Request] = {}
+        self.retained: list[tuple[int, int]] = []
+        """Records of the last writes whose bodies were built here: their numbers, and bytes."""
         self.acts: list[Span] = []
         """What the runner did since the step before."""
 
@@ -107,6 +109,7 @@ class Writer:
         return found
 
     def writes(self, before: State, after: State, commands: Sequence[Command]) -> list[Write]:
+        self.retained = []
         out: list[Write] = []
         closed = {gid for c in commands if isinstance(c, Close) for gid in c.gids}
         issued: list[tuple[int, str]] = []
@@ -229,6 +232,8 @@ class Writer:
             slices, out = self._records(found, command.groups[0].shelf)
         elif command.kind == "evaluate":
             slices, out = self._records(self._held_out(command.suite, command.rows), after.root.formed)
+        if not self.plan.route:
+            self.retained += [(command.seq, s.head.body.nbytes) for s in slices if s.head.body is not None]
         entry = LogEntry(
             seq=command.seq,
             id=command.id,

@@ -17,6 +17,7 @@ import redis
 import structlog
 
 from services.controller.jobs import Job
+from services.controller.lifecycles.admission import retained
 from services.controller.lifecycles.core import advance, missing
 from services.controller.lifecycles.state import BadRecord, Command, Covered, Event, Group, Issue, Restore, Root, State, Tick
 from services.controller.messages import Writer, snapshot
@@ -179,6 +180,8 @@ class Runner:
         if any(isinstance(c, Covered) for c in commands):
             self.recorder.flush()
         writes = self.writer.writes(state, after, commands)
+        for seq, nbytes in self.writer.retained:
+            after = State(retained(after.root, seq, nbytes), after.groups)
         writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]
         self.refused.clear()
         self.pins.follow(after.root)

@@ -21,6 +21,7 @@ from services.controller.lifecycles.state import (
     balanced,
 )
 from services.controller.restore import cut, from_cut
+from services.controller.views import waits_for
 from shared.wire.envelope import (
     BodyRef,
     Completed,
@@ -350,5 +351,7 @@ def test_the_retained_log_has_a_budget() -> None:
     world.send(*world.trainer())
     world.send(*world.trainer())
     assert not world.flights and launch(world.plan, world.state.root) == 0
+    said = waits_for(world.plan, world.state.root, world.state.groups.values())
+    assert said == "a checkpoint: the train log retains 150 bytes of 100"
     world.send(Saved(seq=saved.seq))
     assert world.state.root.log_bytes == 75 and len(world.flights) == 3

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.models import lora
 from shared.models.ar.bundle import load
+from shared.weights import checkpoints
 from tests.conftest import recipe
 from tests.mesh.conftest import Mesh
 from unimesh.demo import conversations
@@ -86,3 +87,15 @@ def test_one_can_be_asked_for(mesh: Mesh, model_folder: Path) -> None:
     view = mesh.done(job)
     [asked] = [e for e in view["evals"] if e["tag"].startswith("asked")]
     assert 1 <= asked["step"] < 40 and asked["versions"] == {"policy": asked["step"]} and asked["prompts"] == 10
+
+
+def test_targets_count_in_the_logs_budget(mesh: Mesh, model_folder: Path) -> None:
+    """Their bodies are built by the controller; checkpoints that the recipe did not ask for make room for them."""
+    steps = 10
+    short = document(model_folder, steps=steps, eval={})
+    short["train"] |= {"checkpoint_every": 0, "keep_checkpoints": 20, "log_budget_mb": 0.015}
+    job = mesh.submit(short)
+    mesh.done(job)
+    made = checkpoints.found(mesh.state / "jobs" / job / "checkpoints")
+    at = [checkpoints.position(path).step for path in made]
+    assert at[-1] == steps and 2 < len(at) < steps and at == sorted(set(at)), at

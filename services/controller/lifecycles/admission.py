@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from services.controller.lifecycles.state import Group, Plan, Root
 
 
@@ -28,6 +30,12 @@ def takeable(plan: Plan, root: Root) -> dict[str, int]:
 def batches_since(root: Root, versions: Mapping[str, int], track: str) -> int:
     """Batches with at least one update since these versions."""
     return sum(version > versions.get(track, 0) for _, version in root.unsynced)
+
+
+def retained(root: Root, seq: int, nbytes: int) -> Root:
+    """The body of record `seq`, which was built when the record was written, counts in the log's budget too."""
+    records = [replace(r, nbytes=r.nbytes + nbytes) if r.kind == "checkpoint" and r.seq > seq else r for r in root.records]
+    return replace(root, log_bytes=root.log_bytes + nbytes, records=tuple(records))
 
 
 def launch(plan: Plan, root: Root) -> int:

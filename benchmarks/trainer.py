@@ -203,7 +203,7 @@ def publishing(rounds: int) -> list[Line]:
 
 
 def beside(rounds: int) -> Line:
-    """A step with a publish after it against one without, alternating."""
+    """Steps with a publish after each against steps without, in blocks of four, alternating."""
     own, made = stack("packed"), batch()
     with tempfile.TemporaryDirectory(dir="build") as folder:
         publisher = Publisher(WeightStore(Path(folder), "policy"), 1, 2, False, lambda event: None)
@@ -211,12 +211,12 @@ def beside(rounds: int) -> Line:
         for index in range(2 * rounds + 2):
             on = bool(index % 2)
             started = time.perf_counter()
-            own.train_track(made)
-            if on:
-                publisher.publish(own.progress.version, own.backend.weights())
-            own.train_track(made)
+            for _ in range(4):
+                own.train_track(made)
+                if on:
+                    publisher.publish(own.progress.version, own.backend.weights())
             if index > 1:
-                seconds[on].append((time.perf_counter() - started) / 2)
+                seconds[on].append((time.perf_counter() - started) / 4)
             publisher.flush(own.progress.version if on else -1)
     on_s, off_s = statistics.median(seconds[True]), statistics.median(seconds[False])
     return Line("step time with publishing over without", on_s / off_s, 1.05, note=f"{on_s:.3f} s against {off_s:.3f} s")

@@ -19,7 +19,7 @@ from services.controller.data.record import Source
 from services.controller.data.sources import open_source
 from services.controller.lifecycles.diffusion import check_size, sigmas_of
 from services.controller.lifecycles.state import Phase, Plan, Root
-from services.controller.models import adapted, fingerprint, reference_of
+from services.controller.models import adapted, fingerprint, frozen_of
 from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
 from shared.config.sections import Component, LossSuite, Recipe, Sampling, Suite, scorer_place, scorers_of
@@ -48,8 +48,8 @@ class JobDoc(msgspec.Struct, frozen=True, kw_only=True):
     weights: str | None
     """Folder of the weights version that it starts from; None: they stand in `files`."""
     warnings: tuple[str, ...] = ()
-    reference: tuple[str, str | None] | None = None
-    """Folders, as `files` and `weights`, of the frozen model that the recipe names."""
+    frozen: dict[str, tuple[str, str | None]] = {}
+    """Folders, as `files` and `weights`, of the frozen models that the recipe names, by the field that does."""
     fingerprints: dict[str, str] = {}
     """Of the model and the data sources by field, as they were at submission."""
 
@@ -109,7 +109,7 @@ def prepare(document: Any, settings: Settings) -> Job:
         plan=plan,
         files=str(files.files),
         weights=str(files.weights) if files.weights else None,
-        reference=reference_of(recipe, files, settings),
+        frozen=frozen_of(recipe, files, settings),
     )
     job = open_job(doc, settings)
     _check_budget(job)
@@ -155,9 +155,8 @@ def _fingerprints(job: Job) -> dict[str, str]:
     evaluated = {f"eval.{name}.source": data.source.fingerprint for name, (data, _) in job.suites.items()}
     files = ModelFiles(Path(job.doc.files), Path(job.doc.weights) if job.doc.weights else None)
     found = {"data.source": job.train.source.fingerprint, "model.path": fingerprint(files)} | evaluated
-    if (reference := job.doc.reference) is not None:
-        place = ModelFiles(Path(reference[0]), Path(reference[1]) if reference[1] else None)
-        found["algorithm.reference"] = fingerprint(place)
+    for field, (files_of, weights_of) in job.doc.frozen.items():
+        found[field] = fingerprint(ModelFiles(Path(files_of), Path(weights_of) if weights_of else None))
     return found
 
 
@@ -187,7 +186,8 @@ def _check_budget(job: Job) -> None:
 def media_params(recipe: Any, folder: Path) -> DiffusionSamplingParams:
     """Sigmas are pinned here, once: every engine and the trainer take them from the request."""
     sampling = recipe.rollout.sampling
-    given = sampling.model_dump(exclude={"shift", "sde_window"}) | {"sde_indices": sampling.drawing(0)}
+    drawing = sampling.drawing(0) if sampling.eta > 0 else ()
+    given = sampling.model_dump(exclude={"shift", "sde_window"}) | {"sde_indices": drawing}
     return DiffusionSamplingParams(**given, sigmas=sigmas_of(recipe, folder), seed=recipe.seed)
 
 

@@ -54,27 +54,44 @@ def adapted(model: Model, files: ModelFiles) -> list[str]:
     return found
 
 
-def reference_of(recipe: Any, files: ModelFiles, settings: Settings) -> tuple[str, str | None] | None:
-    """The frozen model that the recipe names. BadInput if it is needed and missing, useless, or of another vocabulary."""
+REFERENCE = "algorithm.reference"
+TEACHERS = "algorithm.params.teachers"
+
+
+def frozen_of(recipe: Any, files: ModelFiles, settings: Settings) -> dict[str, tuple[str, str | None]]:
+    """The frozen models that the recipe names. BadInput if one is needed and missing, useless, or does not fit."""
     algorithm = recipe.algorithm
+    flags = specs.find("algorithm", algorithm.name, "algorithm.name").flags
+    found = {
+        f"{TEACHERS}.{domain}": _located(recipe, path, f"{TEACHERS}.{domain}", settings)
+        for domain, path in (algorithm.params.get("teachers") or {}).items()
+        if flags.get("requires_teachers")
+    }
     named = getattr(algorithm, "reference", None)
-    needed = bool(specs.find("algorithm", algorithm.name, "algorithm.name").flags.get("requires_reference"))
     if named is None:
-        if needed:
-            raise bad("algorithm.reference", None, f"{algorithm.name} needs a teacher", "a model folder, or job:ID")
-        return None
-    if not needed and not algorithm.params.get("kl_coef"):
-        raise bad("algorithm.reference", named, "nothing compares with it", "algorithm.params.kl_coef above 0, or leave it out")
-    found = locate(Model(path=named), settings, "algorithm.reference")
-    own, other = (json.loads((f / "config.json").read_text()).get("vocab_size") for f in (files.files, found.files))
-    if own != other:
-        raise bad(
-            "algorithm.reference",
-            named,
-            f"its vocabulary has {other} tokens, the model's {own}",
-            "a model of the same tokenizer",
-        )
-    return str(found.files), str(found.weights) if found.weights else None
+        if flags.get("requires_reference"):
+            raise bad(REFERENCE, None, f"{algorithm.name} needs a teacher", "a model folder, or job:ID")
+        return {field: _folders(place) for field, place in found.items()}
+    weighs = [name for name in ("kl_coef", "beta", "mse_weight", "ref_deviation_coef") if algorithm.params.get(name)]
+    if algorithm.name == "diffusion_nft" and "ref_deviation_coef" not in weighs:
+        weighs = []  # its beta is no penalty
+    if not flags.get("requires_reference") and not weighs:
+        raise bad(REFERENCE, named, "nothing compares with it", "algorithm.params.kl_coef above 0, or leave it out")
+    found[REFERENCE] = place = _located(recipe, named, REFERENCE, settings)
+    if not isinstance(recipe.model, MediaModel):
+        own, other = (json.loads((f / "config.json").read_text()).get("vocab_size") for f in (files.files, place.files))
+        if own != other:
+            why = f"its vocabulary has {other} tokens, the model's {own}"
+            raise bad(REFERENCE, named, why, "a model of the same tokenizer")
+    return {field: _folders(place) for field, place in found.items()}
+
+
+def _located(recipe: Any, path: str, field: str, settings: Settings) -> ModelFiles:
+    return locate(recipe.model.model_copy(update={"path": path, "lora": None}), settings, field)
+
+
+def _folders(place: ModelFiles) -> tuple[str, str | None]:
+    return str(place.files), str(place.weights) if place.weights else None
 
 
 def fingerprint(files: ModelFiles) -> str:
@@ -103,10 +120,11 @@ def fingerprint(files: ModelFiles) -> str:
 def kept(doc: JobDoc, settings: Settings) -> JobDoc:
     """The job's own hold on versions of others that it starts from or compares with: their files, linked into its folder."""
     weights = doc.weights and str(_linked(Path(doc.weights), settings.base(doc.id) / "model"))
-    reference = doc.reference
-    if reference is not None and reference[1] is not None:
-        reference = reference[0], str(_linked(Path(reference[1]), settings.base(doc.id) / "reference"))
-    return msgspec.structs.replace(doc, weights=weights, reference=reference)
+    frozen = {
+        field: (files, weights and str(_linked(Path(weights), settings.base(doc.id) / field.rpartition(".")[2])))
+        for field, (files, weights) in doc.frozen.items()
+    }
+    return msgspec.structs.replace(doc, weights=weights, frozen=frozen)
 
 
 def _linked(version: Path, target: Path) -> Path:

@@ -106,6 +106,7 @@ def build(
     from services.trainer.base_stack import Stack
     from services.trainer.checkpoint import Saver
     from services.trainer.flow_stack import FlowStack
+    from services.trainer.forward_stack import ForwardStack
     from services.trainer.link import Link
     from services.trainer.loop import Trainer
     from services.trainer.preread import Preread
@@ -115,7 +116,7 @@ def build(
     from shared.agent.registry import Assignment
     from shared.config import specs
     from shared.config.sections import Component, MediaModel, Model, Placement, Train, Weights
-    from shared.models.ar.bundle import copy_side_files
+    from shared.models.ar.bundle import copy_side_files, placed
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
     from shared.wire.client import connect
@@ -138,8 +139,8 @@ def build(
         world.share(pack((int(start[0]), (start[1] or b"").decode())) if start else None), tuple[int, str]
     )
     media = any(branch["media"] for branch in plan["branches"])
-    kind: Any = MediaModel if media else Model
-    section, model = Train.model_validate(recipe["train"]), kind.model_validate(recipe["model"])
+    what: Any = MediaModel if media else Model
+    section, model = Train.model_validate(recipe["train"]), what.model_validate(recipe["model"])
     try:
         named = Component(name=recipe["algorithm"]["name"], params=recipe["algorithm"]["params"])
         algorithm = ALGORITHMS[named.name](specs.check("algorithm", named.name, named.params, "algorithm"))
@@ -152,8 +153,10 @@ def build(
         total = plan["steps"] * section.num_updates_per_batch
         stack: Stack
         if media:
-            how = (section, world, total, reference and reference.model, recipe["seed"])
-            stack = FlowStack(backend, bundle.family, algorithm, *how)
+            teachers = {domain: placed(_frozen(model, place)).model for domain, place in _teachers(doc).items()}
+            how = (section, world, total, reference and reference.model, recipe["seed"], teachers)
+            kind = ForwardStack if algorithm.requires_ema_rollout else FlowStack
+            stack = kind(backend, bundle.family, algorithm, *how)
         else:
             temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
             stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
@@ -162,8 +165,11 @@ def build(
             raise
         raise ValueError(f"the model cannot be loaded: {error}") from error
     store = WeightStore(settings.weights(job), track)
-    if link is not None and not media:
-        copy_side_files(Path(doc["files"]), store.files)
+    if link is not None:
+        if media:
+            store.note_pipeline(Path(doc["files"]))
+        else:
+            copy_side_files(Path(doc["files"]), store.files)
     keep = Weights.model_validate(recipe["weights"]).keep
     replace = plan["need"] == "at_least"
     source = "live" if section.ema is None else "ema"
@@ -225,15 +231,26 @@ def _reference(doc: Any, model: Any, algorithm: Any, mode: str) -> Any:
     from shared.models.ar import packed
     from shared.models.ar.bundle import placed
 
-    given = doc.get("reference")
-    if not algorithm.needs_reference or (model.lora is not None and given is None):
+    given = doc["frozen"].get("algorithm.reference")
+    if not algorithm.needs_reference or _teachers(doc) or (model.lora is not None and given is None):
         return None
-    files, weights = given or (doc["files"], doc["weights"])
-    bundle = _loaded(model, Path(files), Path(weights) if weights else None)
-    bundle.model.requires_grad_(False)
+    bundle = _frozen(model, given or (doc["files"], doc["weights"]))
     if mode == "packed":
         packed.enable(bundle.model)
     return placed(bundle)
+
+
+def _teachers(doc: Any) -> dict[str, Any]:
+    """Domain → folders of its teacher."""
+    known = "algorithm.params.teachers."
+    return {field.removeprefix(known): place for field, place in doc["frozen"].items() if field.startswith(known)}
+
+
+def _frozen(model: Any, place: Any) -> Any:
+    files, weights = place
+    bundle = _loaded(model, Path(files), Path(weights) if weights else None)
+    bundle.model.requires_grad_(False)
+    return bundle
 
 
 def _give_up(link: Any, error: str) -> None:

@@ -39,6 +39,10 @@ class FlowRow:
     negative: Conditions | None
     rollout: Tensor | None
     """float32 [steps that drew], as the engine reported them."""
+    name: str = ""
+    """The sample's id."""
+    domain: str | None = None
+    """Of its prompt, as its record says."""
     advantage: float = 0.0
     reward: float = 0.0
     counts: bool = True
@@ -102,6 +106,8 @@ def _rows(sample: Sample, part: Part) -> list[FlowRow]:
                 conditions={n: value for n, value in mine.items() if not n.startswith(NEGATIVE)},
                 negative=negative or None,
                 rollout=None if scores is None else scores[row],
+                name=name,
+                domain=None if prompt.metadata is None else prompt.metadata[own].get("domain"),
             )
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,8 @@ class Work:
     """Rows of the update that count, on all ranks."""
     spare: FlowRow
     """What a rank runs along with."""
-    anchors: list[Anchor] | None = None
+    anchors: list[Any] | None = None
+    """By micro-batch, what the update is held against."""
 
 
 class FlowStack(Stack):
@@ -63,11 +64,17 @@ class FlowStack(Stack):
         total_steps: int,
         reference: Any = None,
         seed: int = 0,
+        teachers: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reference`: the frozen model of a KL or a distillation; None with adapters means the model without them."""
+        """
+        Args:
+            reference: the frozen model of a KL; None with adapters means the model without them.
+            teachers: those of a distillation, by the domain of the prompts that they teach.
+        """
         super().__init__(backend, section, world, total_steps, seed)
         self.family, self.algorithm, self.reference = family, algorithm, reference
-        if algorithm.needs_reference and reference is None and not lora.has_adapter(backend.model):
+        self.teachers = dict(teachers or {})
+        if algorithm.needs_reference and reference is None and not self.teachers and not lora.has_adapter(backend.model):
             raise ValueError("the algorithm compares with a reference: give the stack one")
         if section.micro_batch_tokens is not None:
             raise ValueError("micro_batch_tokens: pictures have no tokens; give micro_batch_size")
@@ -78,12 +85,17 @@ class FlowStack(Stack):
         ValueError for rows of different schedules: one forward pass is at one sigma.
         """
         work = self._plan(batch)
+        self._freeze(work)
+        found, drawn = self._train(work), work[0].spare.indices
+        if drawn:
+            found.metrics |= {"sde_step_first": float(drawn[0]), "sde_step_last": float(drawn[-1])}
+        return found
+
+    def _freeze(self, work: Sequence[Work]) -> None:
+        """What the updates are held against. With one update its own forward pass has it."""
         if len(work) > 1:
             for own in work:
                 own.anchors = [self._anchor(members or [own.spare]) for members in self._all(own)]
-        found, drawn = self._train(work), work[0].spare.indices
-        found.metrics |= {"sde_step_first": float(drawn[0]), "sde_step_last": float(drawn[-1])}
-        return found
 
     def _plan(self, batch: FlowBatch) -> list[Work]:
         """Updates, this rank's rows of each, and their micro-batches. The same on every rank, but for whose rows are opened."""
@@ -100,7 +112,14 @@ class FlowStack(Stack):
         for chosen, mine in zip(updates, opened, strict=True):
             counted = float(sum(batch.heads[i].counts for i in chosen))
             rows = [row for row in mine if row.counts]
-            micros = [list(chunk) for chunk in planner.chunks(rows, self.section.micro_batch_size)]
+            domains = dict.fromkeys(row.domain for row in rows) if self.teachers else [None]  # each has a teacher of its own
+            micros = [
+                list(chunk)
+                for domain in domains
+                for chunk in planner.chunks(
+                    [row for row in rows if domain in (None, row.domain)], self.section.micro_batch_size
+                )
+            ]
             [most] = self.world.largest([float(len(micros))])
             found.append(Work(micros, int(most), counted, spare))
         return found
@@ -135,7 +154,7 @@ class FlowStack(Stack):
             loss += self._micro(part, members, anchor, tally, number == part.most - 1)
         return loss
 
-    def _micro(self, work: Work, members: list[FlowRow], anchor: Anchor | None, tally: Tally, last: bool) -> float:
+    def _micro(self, work: Work, members: list[FlowRow], anchor: Any, tally: Tally, last: bool) -> float:
         """Forward and backward of one micro-batch, a step that drew at a time (memory of one forward pass), unless the loss
         needs them together; returns its share of the update's loss."""
         rows = members or [work.spare]
@@ -185,21 +204,29 @@ class FlowStack(Stack):
 
     @torch.no_grad()
     def _referenced(self, rows: Sequence[FlowRow], chosen: Sequence[int]) -> Replayed:
+        if self.teachers:
+            name = self.algorithm.teacher([row.domain for row in rows])
+            return self._replay(rows, self.teachers[name], chosen, self.algorithm.params.guidance_scales.get(name))
         if self.reference is not None:
             return self._replay(rows, self.reference, chosen)
         with lora.using(self.backend.model, None):
             return self._replay(rows, self.backend.model, chosen)
 
-    def _replay(self, rows: Sequence[FlowRow], model: Any, chosen: Sequence[int] | None = None) -> Replayed:
+    def _velocity(self, rows: Sequence[FlowRow], model: Any, scale: float | None = None) -> loop.Velocity:
+        """Of the model for these rows' conditions; `scale`: another guidance than that of the rollout."""
+        first, device = rows[0], where()
+        guidance = first.params.guidance_scale if scale is None else scale
+        cond = self.family.stacked([row.conditions for row in rows], device)
+        negative = None if first.negative is None else self.family.stacked([row.negative or {} for row in rows], device)
+        return lambda x, sigma: self.family.predict(model, x.float(), sigma, cond, negative, guidance)
+
+    def _replay(
+        self, rows: Sequence[FlowRow], model: Any, chosen: Sequence[int] | None = None, scale: float | None = None
+    ) -> Replayed:
         """Scores these of the steps that drew (None: all), in their order."""
         first, device = rows[0], where()
         steps = first.indices if chosen is None else [first.indices[k] for k in chosen]
-        cond = self.family.stacked([row.conditions for row in rows], device)
-        negative = None if first.negative is None else self.family.stacked([row.negative or {} for row in rows], device)
-
-        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
-            return self.family.predict(model, x.float(), sigma, cond, negative, first.params.guidance_scale)
-
+        velocity = self._velocity(rows, model, scale)
         latents = torch.stack([row.latents for row in rows]).to(device)
         sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
         with self.backend.computing():

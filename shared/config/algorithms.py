@@ -198,6 +198,20 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ),
     (
         "algorithm",
+        "diffusion_nft",
+        DiffusionNft,
+        "reinforcement on the forward process: any sampler, no log-prob",
+        _FLOW | {"anchor_fields": (), "recomputes_anchor": False, "requires_ema_rollout": True, "any_sampler": True},
+    ),
+    (
+        "algorithm",
+        "diffusion_opd",
+        DiffusionOpd,
+        "on-policy distillation from a teacher for each domain of prompts",
+        _FLOW | {"requires_advantages": False, "anchor_fields": (), "recomputes_anchor": False, "requires_teachers": True},
+    ),
+    (
+        "algorithm",
         "cross_entropy",
         CrossEntropy,
         "supervised fine-tuning",

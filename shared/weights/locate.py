@@ -35,7 +35,10 @@ def locate(model: Model, settings: Settings, at: str = "model.path") -> ModelFil
         version = store.latest()
         if version is None:
             raise bad(at, model.path, f"the job has published no complete version of track {model.track!r}")
-        files = fetched(store.files, settings.fetched / "files")
+        if store.pipeline is not None:
+            files = settings.allowed(store.pipeline, at)
+        else:
+            files = fetched(store.files, settings.fetched / "files")
         found = ModelFiles(files, fetched(version, settings.fetched / "versions", FETCHED_S))
     else:
         found = ModelFiles(settings.allowed(model.path, at), None)

@@ -24,6 +24,7 @@ from shared.wire.codec import Buffer
 
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
+PIPELINE = "pipeline.txt"
 LEASE_S = 120.0
 RANKS_S = 1800.0
 """Longest time that rank 0 waits for another rank's share of a version."""
@@ -62,6 +63,17 @@ class WeightStore:
     def files(self) -> Path:
         """Config and tokenizer of the model, written once; versions hold weights only."""
         return self.folder / "model"
+
+    def note_pipeline(self, folder: Path) -> None:
+        """Where the parts of a pipeline lie that are not trained: they are too large to be copied for each job."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / PIPELINE).write_text(str(folder))
+
+    @property
+    def pipeline(self) -> str | None:
+        """What was noted; None: it is a language model's store."""
+        place = self.folder / PIPELINE
+        return place.read_text() if place.exists() else None
 
     def path(self, incarnation: int, version: int) -> Path:
         return self.folder / str(incarnation) / f"v{version}"

@@ -14,12 +14,15 @@ from safetensors.torch import load_file
 
 from services.rollout.engines.base import fill
 from services.rollout.engines.diffusers_engine import DiffusersEngine
+from services.trainer.algorithms.diffusion_nft import DiffusionNft
+from services.trainer.algorithms.diffusion_opd import DiffusionOpd
 from services.trainer.algorithms.flow_dppo import FlowDppo
 from services.trainer.algorithms.flow_grpo import FlowGrpo
 from services.trainer.algorithms.unigrpo import FlowUniGrpo
 from services.trainer.backend import Backend
 from services.trainer.flow_batch import FlowBatch
 from services.trainer.flow_stack import FlowStack
+from services.trainer.forward_stack import ForwardStack
 from services.trainer.world import World
 from shared.config import algorithms
 from shared.config.builtin import Diffusers
@@ -43,6 +46,11 @@ ALGORITHMS: dict[str, Any] = {
     "flow_dppo": lambda **p: FlowDppo(algorithms.FlowDppo(**p)),
     "unigrpo": lambda **p: FlowUniGrpo(algorithms.FlowUniGrpo(clip_range=1e-3, **p)),
 }
+OTHERS: dict[str, Any] = {
+    "nft": lambda **p: DiffusionNft(algorithms.DiffusionNft(**p)),
+    "opd": lambda **p: DiffusionOpd(algorithms.DiffusionOpd(teachers={"cats": "a", "dogs": "b"}, **p)),
+}
+"""Without a ratio."""
 
 
 class WordedWan(Wan22):
@@ -109,7 +117,20 @@ def make_stack(world: World | None = None, algorithm: str = "flow_grpo", params:
     recompute = train.get("activation_checkpointing", False)
     backend = Backend(DiffusionBundle(model, family), world, "float32", placement, recompute)
     section = Train(optimizer=Optimizer(lr=train.pop("lr", 1e-3), grad_clip=1e9), **train)
-    return FlowStack(backend, family, ALGORITHMS[algorithm](**(params or {})), section, world, 100)
+    own = (ALGORITHMS | OTHERS)[algorithm](**(params or {}))
+    teachers = {name: teacher(kind, seed) for seed, name in enumerate(("cats", "dogs"), 7)} if algorithm == "opd" else None
+    stack = ForwardStack if algorithm == "nft" else FlowStack
+    return stack(backend, family, own, section, world, 100, teachers=teachers)
+
+
+def teacher(kind: str, seed: int) -> Any:
+    """A model that knows something else."""
+    found = family_of(kind).model(pipe(kind))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return found.requires_grad_(False)
 
 
 def gradient(stack: FlowStack, batch: FlowBatch) -> torch.Tensor:

@@ -174,7 +174,10 @@ def check_media(recipe: DiffusionRecipe) -> None:
     if facts["video"] and sampling.num_frames % 4 != 1:
         nearest = str(sampling.num_frames // 4 * 4 + 1)
         raise bad("rollout.sampling.num_frames", sampling.num_frames, "must be 4 k + 1", nearest)
-    if sampling.eta == 0 or sampling.sde_indices == ():
+    flags = specs.find("algorithm", recipe.algorithm.name, "algorithm.name").flags
+    if flags.get("requires_ema_rollout") and recipe.train.ema is None:
+        raise bad("train.ema", None, f"{recipe.algorithm.name} samples from a moving average", "such as {decay: 0.5}")
+    if not flags.get("any_sampler") and (sampling.eta == 0 or sampling.sde_indices == ()):
         field = "eta" if sampling.eta == 0 else "sde_indices"
         value = getattr(sampling, field)
         raise bad(f"rollout.sampling.{field}", value, f"{recipe.algorithm.name} learns from steps that draw", "some noise")

@@ -27,11 +27,13 @@ def diffusers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> 
     from shared.models import lora
     from shared.models.ar.bundle import placed
     from shared.models.diffusion import family
-    from shared.models.diffusion.bundle import DiffusionBundle, load_pipeline
+    from shared.models.diffusion.bundle import DiffusionBundle, load_pipeline, load_version
 
     model = MediaModel.model_validate(recipe["model"])
     own = family(model.family)
     pipe = load_pipeline(files)
+    if weights is not None:
+        load_version(own.model(pipe), weights)
     if model.lora is not None:
         lora.inject(own.model(pipe), model.lora)
     bundle = placed(DiffusionBundle(own.model(pipe), own))

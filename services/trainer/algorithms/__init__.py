@@ -7,6 +7,8 @@ from typing import Any
 
 from services.trainer.algorithms.cppo import Cppo
 from services.trainer.algorithms.cross_entropy import CrossEntropy
+from services.trainer.algorithms.diffusion_nft import DiffusionNft
+from services.trainer.algorithms.diffusion_opd import DiffusionOpd
 from services.trainer.algorithms.distillation import Distillation
 from services.trainer.algorithms.dppo import Dppo
 from services.trainer.algorithms.drpo import Drpo
@@ -29,4 +31,6 @@ ALGORITHMS: dict[str, Callable[[Any], Any]] = {
     "flow_grpo": FlowGrpo,
     "flow_dppo": FlowDppo,
     "flow_unigrpo": FlowUniGrpo,
+    "diffusion_nft": DiffusionNft,
+    "diffusion_opd": DiffusionOpd,
 }

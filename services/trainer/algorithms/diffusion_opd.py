@@ -22,6 +22,7 @@ class DiffusionOpd:
     recomputes_anchor: ClassVar[bool] = False
     requires_ema_rollout: ClassVar[bool] = False
     needs_reference = True
+    joint: ClassVar[bool] = False
 
     def __init__(self, params: Params) -> None:
         self.params = params

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from shared.models import lora
 from shared.models.diffusion.family import Family
+from shared.weights.store import COMPLETE
 
 OPTIONAL = {f"{kind}{n}" for kind in ("text_encoder", "tokenizer") for n in ("", "_2", "_3")} | {
     "image_encoder",
@@ -48,8 +50,20 @@ def load_trained(folder: Path, family: Family, weights: Path | None = None) -> D
     parts = {name: kind.from_pretrained(str(folder), subfolder=name, local_files_only=True) for name in family.trained}
     model = family.joined(parts)
     if weights is not None:
-        model.load_state_dict({n: v for path in sorted(weights.glob("*.safetensors")) for n, v in load_file(path).items()})
+        load_version(model, weights)
     return DiffusionBundle(model.eval(), family)
+
+
+def load_version(model: Any, weights: Path) -> None:
+    """The weights of a version's folder, or its adapter added to what it was trained on."""
+    tensors = {n: v for path in sorted(weights.glob("*.safetensors")) for n, v in load_file(path).items()}
+    if not (weights / lora.CONFIG).exists():
+        model.load_state_dict(tensors)
+        return
+    adapter = lora.read_config(weights)
+    if (adapter.base / COMPLETE).exists():  # a version too; otherwise the pipeline, whose weights the model has
+        load_version(model, adapter.base)
+    lora.merge_into(model, adapter, tensors)
 
 
 @dataclass

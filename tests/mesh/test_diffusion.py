@@ -95,6 +95,36 @@ def test_it_runs_through_all_services(mesh: Mesh, pictures: Path, changes: dict[
     assert set(first["components"]) == {"light", "small"} and first["version"] == 0
 
 
+def test_the_forward_process_teaches_and_teachers_teach(mesh: Mesh, pictures: Path) -> None:
+    """DiffusionNFT on pictures of a sampler that never drew, by adapters whose average is published; what it made is the
+    teacher of another job, and the start of a third one."""
+    ema = {"schedule": "constant", "decay": 0.5, "timing": "rollout_end"}
+    nft: dict[str, Any] = {
+        "algorithm": {"name": "diffusion_nft", "params": {"ref_deviation_coef": 0.01}},
+        "train__ema": ema,
+        "model__lora": LORA,
+        "rollout__sampling__eta": 0,
+        "rollout__sampling__sde_indices": None,
+    }
+    first, steps, view = run(mesh, document(pictures, **nft))
+    assert all(step["updates"] == 2 and step["positive_loss"] > 0 for step in steps) and steps[0]["reference_deviation"] >= 0
+    assert all(0 < e["reward"] < 1 for e in view["evals"])
+    folder = mesh.state / "jobs" / first / "weights" / "policy" / "1" / f"v{2 * STEPS}"
+    assert json.loads((folder / "manifest.json").read_text())["source"] == "ema"
+
+    rows = [{"prompt": f"a {word} disc", "domain": "discs"} for word in ("red", "green", "blue", "yellow")]
+    (pictures.parent / "domains.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "jsonl", "params": {"path": str(pictures.parent / "domains.jsonl")}}
+    opd = {"algorithm": {"name": "diffusion_opd", "params": {"teachers": {"discs": f"job:{first}"}}}, "data__source": source}
+    _, steps, _ = run(mesh, document(pictures, **opd))
+    assert steps[0]["distill_loss"] > 0 and steps[-1]["distill_loss"] < steps[0]["distill_loss"]
+
+    after, _, _ = run(mesh, document(pictures, model__path=f"job:{first}", weights__keep=9, eval={}))
+    begun = load_file(mesh.state / "jobs" / after / "weights" / "policy" / "1" / "v0" / "model.safetensors")
+    merged = load_trained(pictures, family("sd3"), folder).model.state_dict()
+    assert all(torch.equal(value, merged[name]) for name, value in begun.items())
+
+
 @pytest.mark.parametrize("name", ["wan21", "wan22"])
 def test_videos_are_learnt_from_too(mesh: Mesh, pictures: Path, name: str) -> None:
     """By all weights of one model, or adapters on both experts: the boundary lies between the steps that draw."""
@@ -177,6 +207,12 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
         ({"rollout__sampling__eta": 0}, ["rollout.sampling.eta", "learns from steps that draw"]),
         ({"rollout__sampling__sde_indices": []}, ["rollout.sampling.sde_indices", "learns from steps that draw"]),
         ({"algorithm": {"name": "grpo"}}, ["algorithm.name", "not one of pictures", "flow_grpo"]),
+        ({"algorithm": {"name": "diffusion_nft"}}, ["train.ema", "moving average"]),
+        ({"algorithm": {"name": "diffusion_opd", "params": {}}}, ["algorithm.params.teachers", "required"]),
+        (
+            {"algorithm": {"name": "diffusion_opd", "params": {"teachers": {"x": "/nowhere"}}}},
+            ["algorithm.params.teachers.x", "below a configured root"],
+        ),
         ({"model__family": "sd4"}, ["model.family", "'sd4'", "sd3"]),
         ({"reward": {"scorers": {"x": {"name": "exact_match"}}}}, ["reward.scorers.x.name", "scores texts"]),
         ({"data__chat": True}, ["data.chat", "plain texts"]),

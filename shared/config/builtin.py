@@ -80,6 +80,25 @@ class JpegSize(Params):
     """Kilobytes that change the score by 1."""
 
 
+class Ocr(Params):
+    reward: Literal["edit_similarity", "substring_match", "exact_match", "counter_iou"] = "edit_similarity"
+    frames: int = pydantic.Field(4, ge=1)
+    """Of a video, spread over it; the best one counts."""
+
+
+class ImageText(Params):
+    path: str
+    """Folder of the model, below the reward service's roots (UNIMESH_ROOTS)."""
+    batch_size: int = pydantic.Field(32, ge=1)
+    frames: int = pydantic.Field(4, ge=1)
+    """Of a video, spread over it; their mean counts."""
+
+
+class Aesthetic(ImageText):
+    head: str
+    """The predictor's own weights."""
+
+
 class Asking(Params):
     """How another service is asked over HTTP."""
 
@@ -103,7 +122,9 @@ class LlmJudge(Asking):
         "Rate the answer to the question from 0 to 10.\n\nQuestion:\n{prompt}\n\nAnswer:\n{completion}\n\n"
         "Reply with `Score: ` and the number alone."
     )
-    """`{prompt}`, `{completion}` and `{metadata}` are filled in."""
+    """`{prompt}`, `{completion}` and `{metadata}` are filled in. A picture is shown with it, of a video some frames."""
+    frames: int = pydantic.Field(4, ge=1)
+    """Of a video."""
     score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
     """Group 1 of its last match is the score."""
     least: float = 0.0
@@ -118,6 +139,18 @@ class LlmJudge(Asking):
         if not self.least < self.most:
             raise ValueError(f"least {self.least:g} must be below most {self.most:g}")
         return self
+
+
+class Geneval2(Asking):
+    base_url: str = pydantic.Field(..., pattern=r"^https?://\S+$")
+    """Of an OpenAI-compatible API of a vision-language model that tells log-probs."""
+    model: str
+    field: str = "questions"
+    """Of the record: a list of [question, answer]."""
+    instruction: str = "Answer in one word."
+    reduce: Literal["gm", "am"] = "gm"
+    """Geometric or arithmetic mean over the questions."""
+    top_logprobs: int = pydantic.Field(20, ge=1, le=20)
 
 
 class RemoteHttp(Asking):
@@ -268,6 +301,8 @@ FAMILIES = (
 )
 """Name, model, pixels of which height and width are multiples, whether it makes videos."""
 
+_MODEL = {"media": True, "device": True}
+
 TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     *algorithms.TABLE,
     ("scorer", "exact_match", ExactMatch, "1 if the completion equals the answer, else 0", {"media": False}),
@@ -295,6 +330,12 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("scorer", "brightness", Brightness, "the mean brightness of a picture", {"media": True}),
     ("scorer", "jpeg_size", JpegSize, "how small (or large) a picture is as a JPEG", {"media": True}),
     ("scorer", "shapes", ShapesScorer, "whether a picture shows the shape of the prompt, in its colour", {"media": True}),
+    ("scorer", "ocr", Ocr, "whether a picture shows the text that its prompt quotes", {"media": True}),
+    ("scorer", "geneval2", Geneval2, "questions about a picture, asked of a vision-language model", {"media": True}),
+    ("scorer", "clip_score", ImageText, "how well a picture fits its prompt, by CLIP", _MODEL),
+    ("scorer", "pick_score", ImageText, "how people would choose among pictures of a prompt, by PickScore", _MODEL),
+    ("scorer", "hps_v2", ImageText, "how people would choose among pictures of a prompt, by HPS v2", _MODEL),
+    ("scorer", "aesthetic", Aesthetic, "how a picture pleases, by LAION's predictor", _MODEL),
     ("engine", "diffusers", Diffusers, "Hugging Face diffusers' flow-matching pipelines", {"torch": True, "media": True}),
     ("engine", "transformers", Engine, "Hugging Face transformers, batched, with a KV cache", {"torch": True}),
     ("source", "jsonl", Jsonl, "one JSON object a line", {"files": ("path",)}),

@@ -18,7 +18,7 @@ COMPOSE = ROOT / "compose.yaml"
 EXAMPLE = dict(
     line.split("=", 1) for line in (ROOT / ".env.example").read_text().splitlines() if line and not line.startswith("#")
 )
-PROFILES = ("gpu", "cpu", "scorers", "observe")
+PROFILES = ("gpu", "cpu", "scorers", "models", "observe")
 SERVICES = ("controller", "reward", "rollout", "trainer")
 VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?::([-?])((?:[^{}]|\{[^}]*\})*))?\}")
 
@@ -117,7 +117,7 @@ def test_limits_and_restarts(document: dict[str, Any]) -> None:
 
 def test_services_that_work_for_a_job_share_their_folders(document: dict[str, Any]) -> None:
     ours = {n: s for n, s in document["services"].items() if s["image"].startswith("unimesh-")}
-    assert len(ours) == 10
+    assert len(ours) == 11
     for name, service in ours.items():
         assert service["volumes"] == ["state:/state", "bodies:/bodies", "./models:/models:ro"], name
         assert service["environment"]["UNIMESH_REDIS_URL"] == "redis://redis:6379/0" and service["init"] is True
@@ -126,7 +126,7 @@ def test_services_that_work_for_a_job_share_their_folders(document: dict[str, An
 
 def test_scorers_services_serve_every_scorer(document: dict[str, Any]) -> None:
     served: list[str] = []
-    for name in ("reward-math", "reward-format", "reward-remote", "reward-pictures"):
+    for name in ("reward-math", "reward-format", "reward-remote", "reward-pictures", "reward-models"):
         served += document["services"][name]["environment"]["UNIMESH_SCORERS"].split(",")
     assert sorted(served) == specs.names("scorer"), "each scorer by one of them"
 

@@ -221,6 +221,10 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
             {"rollout__sampling__sde_indices": None, "rollout__sampling__sde_window": WINDOW | {"init_timestep": 3}},
             ["sde_window", "2 steps from step 3", "4 steps"],
         ),
+        (
+            {"rollout__sampling__kernel": "cps", "rollout__sampling__sde_indices": None, "algorithm__params__beta": 0.1},
+            ["rollout.sampling.sde_indices", "step 3, the last, draws nothing under cps", "steps 0 to 2"],
+        ),
         ({"train__micro_batch_tokens": 5}, ["train.replay", "micro_batch_size"]),
         ({"model__lora": {"rank": 2, "alpha": 4, "targets": ["q_proj"]}}, ["model.lora.targets", "q_proj"]),
         ({"eval__fixed__sampling": {"max_new_tokens": 3}}, ["eval.fixed.sampling", "eta 0"]),

@@ -1,17 +1,44 @@
-"""The folders of tiny pipelines with random weights, text encoders and a tokenizer of a few words."""
+"""The folders of tiny pipelines with random weights, text encoders and tokenizers of a few words or of bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3Model, UMT5Config, UMT5EncoderModel
+from transformers import (
+    ByT5Tokenizer,
+    CLIPTextConfig,
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from tests.models.tiny_pipelines import TINY
 from tests.models.tiny_sd3 import WORDS, make_tokenizer
 
 VOCABULARY = len(WORDS) + 3
+BYTES = 384
+"""Tokens of a tokenizer of bytes: long enough for the pipelines' own words before a prompt."""
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+def words() -> Any:
+    found = make_tokenizer()
+    found.chat_template = TEMPLATE
+    return found
+
+
+def letters() -> Any:
+    return ByT5Tokenizer(chat_template=TEMPLATE)
 
 
 def umt5() -> Any:
@@ -20,28 +47,56 @@ def umt5() -> Any:
     )
 
 
-def qwen3() -> Any:
+def qwen3(kind: Any = Qwen3Model, vocabulary: int = VOCABULARY, layers: int = 2, width: int = 16) -> Any:
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
+        vocab_size=vocabulary,
+        hidden_size=width,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=8,
     )
-    return Qwen3Model(config)
+    return kind(config)
 
 
-ENCODERS = {"wan21": umt5, "wan22": umt5, "z_image": qwen3}
-"""By family."""
+def llama() -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return LlamaModel(LlamaConfig(vocab_size=BYTES, **sizes))
+
+
+def clip() -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return CLIPTextModel(CLIPTextConfig(vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1, bos_token_id=None, **sizes))
+
+
+def t5() -> Any:
+    return T5EncoderModel(T5Config(vocab_size=BYTES, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+
+
+WAN: dict[str, Callable[[], Any]] = {"text_encoder": umt5, "tokenizer": words}
+ENCODERS: dict[str, dict[str, Callable[[], Any]]] = {
+    "wan21": WAN,
+    "wan22": WAN,
+    "z_image": {"text_encoder": qwen3, "tokenizer": words},
+    "qwen_image": {"text_encoder": lambda: qwen3(vocabulary=BYTES), "tokenizer": letters},
+    "flux2_klein": {"text_encoder": lambda: qwen3(Qwen3ForCausalLM, BYTES, 28, 8), "tokenizer": letters},
+    "hunyuan_video": {"text_encoder": llama, "tokenizer": letters, "text_encoder_2": clip, "tokenizer_2": words},
+    "hunyuan_video15": {
+        "text_encoder": lambda: qwen3(vocabulary=BYTES, layers=3),
+        "tokenizer": letters,
+        "text_encoder_2": t5,
+        "tokenizer_2": ByT5Tokenizer,
+    },
+}
+"""By family, what its tiny pipeline of tests lacks."""
 
 
 def make_folder(folder: Path, name: str, seed: int) -> Path:
     """As DiffusionPipeline.save_pretrained writes it."""
     torch.manual_seed(seed)
-    pipe, tokenizer = TINY[name]().pipe, make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    pipe.register_modules(text_encoder=ENCODERS[name]().eval(), tokenizer=tokenizer)
+    pipe = TINY[name]().pipe
+    parts = {part: make() for part, make in ENCODERS[name].items()}
+    pipe.register_modules(**{n: p.eval() if isinstance(p, torch.nn.Module) else p for n, p in parts.items()})
     pipe.save_pretrained(folder)
     return folder

@@ -164,7 +164,7 @@ def flux2_klein() -> Tiny:
         num_single_layers=1,
         attention_head_dim=16,
         num_attention_heads=2,
-        joint_attention_dim=16,
+        joint_attention_dim=24,
         timestep_guidance_channels=256,
         axes_dims_rope=[4, 4, 4, 4],
         guidance_embeds=False,
@@ -185,7 +185,7 @@ def flux2_klein() -> Tiny:
     vae.bn.running_var.uniform_(0.5, 2)
     scheduler = d.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     pipe = d.Flux2KleinPipeline(scheduler=scheduler, vae=vae, text_encoder=None, tokenizer=None, transformer=filled(model))
-    cond, negative = {"text": rand(B, 7, 16)}, {"text": rand(B, 7, 16)}
+    cond, negative = {"text": rand(B, 7, 24)}, {"text": rand(B, 7, 24)}
     call = {"prompt_embeds": cond["text"], "negative_prompt_embeds": negative["text"], "guidance_scale": 4.0}
 
     def returned(x: Tensor) -> Tensor:

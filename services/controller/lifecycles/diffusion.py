@@ -153,6 +153,18 @@ def _cell(recipe: DiffusionRecipe, folder: Path) -> int:
     return int(specs.find("family", recipe.model.family, "model.family").flags["cell"])
 
 
+def _divides_by_std(algorithm: Algorithm) -> bool:
+    """Whether its loss compares transitions by their std."""
+    params = specs.check("algorithm", algorithm.name, algorithm.params, "algorithm").model_dump()
+    penalty = algorithm.name != "diffusion_nft" and params.get("beta", 0) > 0
+    return penalty or bool(params.get("add_kl_coefficient"))
+
+
+def _drawing(sampling: MediaSampling, batch: int) -> tuple[int, ...]:
+    found = sampling.drawing(batch)
+    return tuple(range(sampling.num_inference_steps)) if found is None else found
+
+
 def check_media(recipe: DiffusionRecipe) -> None:
     """BadInput names the field, the value and the nearest legal one."""
     specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
@@ -181,5 +193,11 @@ def check_media(recipe: DiffusionRecipe) -> None:
         field = "eta" if sampling.eta == 0 else "sde_indices"
         value = getattr(sampling, field)
         raise bad(f"rollout.sampling.{field}", value, f"{recipe.algorithm.name} learns from steps that draw", "some noise")
+    if sampling.kernel == "cps" and _divides_by_std(recipe.algorithm):
+        last = sampling.num_inference_steps - 1
+        drawing = {i for batch in range(min(recipe.steps, 1000)) for i in _drawing(sampling, batch)}
+        if last in drawing:
+            why = f"step {last}, the last, draws nothing under cps, so a KL over it is not finite"
+            raise bad("rollout.sampling.sde_indices", sorted(drawing), why, f"steps 0 to {last - 1}")
     if recipe.train.micro_batch_tokens is not None or recipe.train.replay == "packed":
         raise bad("train.replay", recipe.train.replay, "pictures have no tokens: give train.micro_batch_size", "padded")

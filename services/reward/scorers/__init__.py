@@ -20,6 +20,12 @@ BUILTIN = {
     "brightness": "services.reward.scorers.pictures:BrightnessScorer",
     "shapes": "services.reward.scorers.pictures:ShapesScorer",
     "jpeg_size": "services.reward.scorers.pictures:JpegSizeScorer",
+    "ocr": "services.reward.scorers.ocr:OcrScorer",
+    "geneval2": "services.reward.scorers.geneval2:Geneval2Scorer",
+    "clip_score": "services.reward.scorers.image_text:ImageTextScorer",
+    "pick_score": "services.reward.scorers.image_text:PickScoreScorer",
+    "hps_v2": "services.reward.scorers.image_text:HpsV2Scorer",
+    "aesthetic": "services.reward.scorers.image_text:AestheticScorer",
     "llm_judge": "services.reward.scorers.llm_judge:LlmJudgeScorer",
     "remote_http": "services.reward.scorers.remote_http:RemoteHttpScorer",
 }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.reward.scorers.http import Caller, authorization
+from services.reward.scorers.images import data_url, frames
 from shared.config.builtin import LlmJudge
 from shared.config.problems import bad
 from shared.types.rewards import RewardRequest
@@ -41,9 +42,13 @@ class LlmJudgeScorer:
         values = {"prompt": row.prompt, "completion": row.completion, "metadata": json.dumps(row.metadata)}
         said = PLACES.sub(lambda place: values[place[1]], p.template)
         messages = [{"role": "system", "content": p.system}] if p.system else []
+        content: Any = said
+        if row.media is not None:
+            shown = [{"type": "image_url", "image_url": {"url": data_url(frame)}} for frame in frames(row, p.frames)]
+            content = [*shown, {"type": "text", "text": said}]
         body = {
             "model": p.model,
-            "messages": [*messages, {"role": "user", "content": said}],
+            "messages": [*messages, {"role": "user", "content": content}],
             "temperature": p.temperature,
             "max_tokens": p.max_tokens,
         }

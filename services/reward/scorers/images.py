@@ -1,0 +1,26 @@
+"""Pictures for others to look at."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+from PIL import Image
+
+from services.reward.scorers.pictures import frames_of
+from shared.types.rewards import RewardRequest
+
+
+def frames(row: RewardRequest, count: int) -> list[Image.Image]:
+    """The picture, or so many frames spread over the video, the first and the last among them."""
+    held = frames_of(row)
+    places = np.unique(np.linspace(0, len(held) - 1, count).round().astype(int)) if count > 1 else [len(held) // 2]
+    return [Image.fromarray(held[k]) for k in places]
+
+
+def data_url(picture: Image.Image) -> str:
+    """PNG."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

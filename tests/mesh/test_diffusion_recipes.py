@@ -1,0 +1,81 @@
+"""Every recipe of the diffusion domain, for two steps on a tiny model of its family with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.config.compose import compose, listed
+from tests.mesh.conftest import Mesh
+from tests.models.tiny_folders import make_folder
+from tests.models.tiny_pipelines import TINY
+from tests.models.tiny_sd3 import make_folder as make_sd3
+
+RECIPES = [name for name in listed() if name.startswith("diffusion/") and name != "diffusion/demo"]
+SAMPLERS = ("diffusion/sd3_dance_grpo", "diffusion/sd3_mix_grpo")
+"""The same family and algorithm as sd3_flow_grpo; their kernel and windows run in test_diffusion.py."""
+PROMPTS = ("a red disc", "a blue square", "a green triangle", "a yellow disc")
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder: Path) -> dict[str, Path]:
+    """By family, made when they are asked for."""
+    rows = "".join(json.dumps({"prompt": prompt, "domain": "shapes"}) + "\n" for prompt in PROMPTS)
+    (model_folder.parent / "shapes.jsonl").write_text(rows)
+    return {}
+
+
+def folder_of(family: str, folders: dict[str, Path], root: Path) -> Path:
+    if family not in folders:
+        place = root / f"tiny-{family}"
+        folders[family] = make_sd3(place, seed=3) if family == "sd3" else make_folder(place, family, seed=3)
+    return folders[family]
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SAMPLERS])
+def test_a_recipe_runs(mesh: Mesh, folders: dict[str, Path], model_folder: Path, name: str) -> None:
+    root = model_folder.parent
+    paths = [f"{place}.source.params.path={root / 'shapes.jsonl'}" for place in ("data", "eval.fixed")]
+    composed = compose(name, ["model.path=x", *paths])
+    family, sampling = composed["model"]["family"], composed["rollout"]["sampling"]
+    drawing = list(sampling.get("sde_indices") or ())[
+        : 2 if family == "hunyuan_video15" else None
+    ]  # it attends to 1,000 tokens
+    steps = max([3, *(i + 1 for i in drawing)])
+    folder = folder_of(family, folders, root)
+    height, width, frames = (16, 16, 1) if family == "sd3" else TINY[family]().size
+    overrides = [
+        f"model.path={folder}",
+        *paths,
+        *teachers(name, root),
+        *(f"rollout.sampling.{key}={value}" for key, value in (("height", height), ("width", width))),
+        f"rollout.sampling.num_frames={min(frames, 5)}",
+        f"rollout.sampling.num_inference_steps={min(steps + 1, sampling['num_inference_steps'])}",
+        *([f"rollout.sampling.sde_indices={drawing}"] if drawing else []),
+        "steps=2",
+        "data.batch_size=2",
+        "rollout.group_size=2",
+        "rollout.slice=2",
+        "eval.fixed.size=1",
+        "eval.fixed.at=[end]",
+        "train.micro_batch_size=2",
+        "+reward.scorers.light.name=brightness",
+    ]
+    answer = mesh.http.post("/v1/jobs", json={"recipe": name, "overrides": overrides})
+    assert answer.status_code == 201, answer.text
+    job = answer.json()["id"]
+    view = mesh.done(job)
+    assert view["ledger"]["trained"] == 4 and view["step"] == 2, view
+    for step in mesh.get(f"/v1/jobs/{job}/steps"):
+        assert step["updates"] >= 1 and step["grad_norm"] > 0, step
+        if "ratio_mean" in step and step["updates"] == 1:
+            assert step["ratio_mean"] == 1.0
+
+
+def teachers(name: str, root: Path) -> list[str]:
+    """One that knows something else."""
+    if not name.endswith("opd"):
+        return []
+    return [f"+algorithm.params.teachers.shapes={make_sd3(root / 'teacher-of-shapes', seed=9)}"]

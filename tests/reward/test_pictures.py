@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import save_file
 
 from services.reward import scorers
 from services.reward.scorers import geneval2, ocr
@@ -160,19 +161,22 @@ def test_pictures_and_texts_by_clip(rooted: Path) -> None:
 
 
 def test_pictures_are_rated_by_their_embedding(rooted: Path) -> None:
-    head = rooted.parent / "head.pth"
+    head = rooted.parent / "head.safetensors"
     widths, tensors = [12, 1024, 128, 64, 16, 1], dict[str, torch.Tensor]()
     torch.manual_seed(1)
     for number, (into, out) in zip((0, 2, 4, 6, 7), itertools.pairwise(widths), strict=True):
         layer = torch.nn.Linear(into, out)
         tensors |= {f"layers.{number}.weight": layer.weight.detach(), f"layers.{number}.bias": layer.bias.detach()}
-    torch.save(tensors, head)
+    save_file(tensors, head)
     rows = [shown(np.full((32, 32, 3), value)) for value in (10, 200)]
     scores = load("aesthetic", {"path": str(rooted), "head": str(head)}).score(rows)
     assert len(set(scores)) == 2 and all(math.isfinite(score) for score in scores)
-    torch.save({"layers.0.weight": torch.zeros(3, 3)}, head)
-    with pytest.raises(BadInput, match=r"head.*improved-aesthetic-predictor"):
-        load("aesthetic", {"path": str(rooted), "head": str(head)})
+    save_file({"layers.0.weight": torch.zeros(3, 3)}, head)
+    pickled = rooted.parent / "head.pth"
+    torch.save(tensors, pickled)
+    for wrong in (head, pickled):
+        with pytest.raises(BadInput, match=r"head.*improved-aesthetic-predictor.*convert it once"):
+            load("aesthetic", {"path": str(rooted), "head": str(wrong)})
 
 
 def test_weights_that_are_not_there_are_named_with_what_to_download(rooted: Path, tmp_path: Path) -> None:

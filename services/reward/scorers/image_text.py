@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from services.reward.scorers.images import frames
@@ -124,9 +126,10 @@ class AestheticScorer:
         self.head = nn.ModuleDict({"layers": nn.Sequential(*layers)})
         place = from_environment().allowed(params.head, "head")
         try:
-            self.head.load_state_dict(torch.load(place, map_location="cpu", weights_only=True))
-        except (RuntimeError, OSError, ValueError) as error:
-            raise bad("head", params.head, str(error).partition("\n")[0], f"the file of {DOWNLOADS['aesthetic']}") from error
+            self.head.load_state_dict(load_file(place))
+        except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+            legal = f"a safetensors file of the tensors of {DOWNLOADS['aesthetic']}, a pickle: convert it once, elsewhere"
+            raise bad("head", params.head, str(error).partition("\n")[0], legal) from error
         self.head.eval().to(self.clip.device)
 
     @torch.no_grad()

@@ -52,6 +52,7 @@ check: setup .venv/.extras
 bench: setup .venv-bench/.installed
 	$(BIN)/python -m benchmarks.mesh
 	$(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.diffusion
 
 # the services' images
 wheelhouse: setup

@@ -39,11 +39,13 @@ LONG = ["data.batch_size=512", "rollout.group_size=32", "train.micro_batch_size=
 class Bench:
     """One embedded mesh for all measurements; its children wait idle while something else is timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: str = "ar/sort", module: str = "benchmarks.plain", name: str = "model") -> None:
+        """`module`: the plain process that makes the recipe's steps. `name`: of the model's folder."""
+        self.recipe, self.module = recipe, module
         shutil.rmtree(FOLDER / "state", ignore_errors=True)
         FOLDER.mkdir(parents=True, exist_ok=True)
         self.mesh = EmbeddedMesh(FOLDER / "state", Shape(), (FOLDER,), say=lambda text: None)
-        self.model = FOLDER / "model"
+        self.model = FOLDER / name
         self.last = ""
         """The id of the newest job."""
 
@@ -96,7 +98,7 @@ class Bench:
     def plain(self, *more: str) -> Iterator[Callable[[int], list[float]]]:
         """The plain process; what it yields makes so many steps and returns their seconds."""
         env = self.environment() | {"UNIMESH_ROOTS": str(FOLDER)}
-        command = [sys.executable, "-m", "benchmarks.plain", str(self.model), "eval=null", *more]
+        command = [sys.executable, "-m", self.module, str(self.model), "eval=null", *more]
         log = (FOLDER / "plain.log").open("w")
         process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         questions, answers = process.stdin, process.stdout
@@ -116,7 +118,7 @@ class Bench:
     def held(self, *more: str) -> Iterator[Callable[[int], list[float]]]:
         """A job that is paused; what this yields resumes it for so many steps and returns their seconds."""
         overrides = [f"model.path={self.model}", "eval=null", "steps=1000000", "train.checkpoint_every=0", "name=", *more]
-        answer = self.http.post("/v1/jobs", json={"recipe": "ar/sort", "overrides": overrides})
+        answer = self.http.post("/v1/jobs", json={"recipe": self.recipe, "overrides": overrides})
         if answer.is_error:
             raise RuntimeError(answer.text)
         job = f"/v1/jobs/{answer.json()['id']}"
@@ -212,7 +214,7 @@ def reached(seconds: list[float], rewards: list[float]) -> float:
     return sum(seconds)
 
 
-def slopes(bench: Bench, steps: int = 200) -> list[Row]:
+def slopes(bench: Bench, steps: int = 200, *more: str) -> list[Row]:
     """Resident memory of every process of the mesh over steps 50 to 200: least-squares slope in MB a step."""
     samples: dict[str, list[tuple[int, float]]] = {}
     stop = threading.Event()
@@ -231,7 +233,7 @@ def slopes(bench: Bench, steps: int = 200) -> list[Row]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    bench.job("ar/sort", f"model.path={bench.model}", f"steps={steps}")
+    bench.job(bench.recipe, f"model.path={bench.model}", f"steps={steps}", *more)
     stop.set()
     watcher.join()
     rows = []

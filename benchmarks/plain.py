@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +90,22 @@ class Plain:
         return Group(gid=f"g{draw}#0", draw=draw, issue=0, shelf=0, needs={}, issued_at=0.0, slices=(head,), rewards=scores)
 
 
-def main() -> None:
-    torch.set_num_threads(from_environment().threads)
-    plain = Plain(Path(sys.argv[1]), sys.argv[2:])
+def serve(step: Callable[[int], float]) -> None:
+    """Makes as many steps as each line of the standard input says, and answers with their seconds."""
     number = 0
     for line in sys.stdin:
         seconds = []
         for _ in range(int(line)):
             started = time.perf_counter()
-            plain.step(number)
+            step(number)
             seconds.append(time.perf_counter() - started)
             number += 1
         print(json.dumps(seconds), flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(from_environment().threads)
+    serve(Plain(Path(sys.argv[1]), sys.argv[2:]).step)
 
 
 if __name__ == "__main__":

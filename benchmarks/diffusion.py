@@ -16,8 +16,8 @@ from benchmarks.mesh import FOLDER, Bench, overhead, slopes
 from benchmarks.report import Row, publish
 from shared.pictures import PROMPTS
 
-LONG = ["data.batch_size=64", "rollout.group_size=64", "train.micro_batch_size=512"]
-"""A step of more than 10 s: 4,096 pictures."""
+LONG = ["data.batch_size=12", "rollout.group_size=256", "train.micro_batch_size=512"]
+"""A step of more than 10 s: 3,072 pictures."""
 MODEL = """
 import sys; from shared.models.diffusion.tiny import make_parts, pipeline
 parts, wide = make_parts(0), {"sample_size": 64, "pos_embed_max_size": 32}

@@ -183,12 +183,20 @@ def _check_budget(job: Job) -> None:
         raise bad("train.micro_batch_tokens", budget, why, f"at least {longest}")
 
 
-def media_params(recipe: Any, folder: Path) -> DiffusionSamplingParams:
-    """Sigmas are pinned here, once: every engine and the trainer take them from the request."""
-    sampling = recipe.rollout.sampling
+def media_params(recipe: Any, folder: Path, suite: Any = None) -> DiffusionSamplingParams:
+    """Sigmas are pinned here, once: every engine and the trainer take them from the request. `suite`: how an evaluation's
+    pictures are made."""
+    sampling, solver = recipe.rollout.sampling, "euler"
+    if suite is not None:
+        sampling, solver = suite.applied(sampling), suite.solver
     drawing = sampling.drawing(0) if sampling.eta > 0 else ()
     given = sampling.model_dump(exclude={"shift", "sde_window"}) | {"sde_indices": drawing}
-    return DiffusionSamplingParams(**given, sigmas=sigmas_of(recipe, folder), seed=recipe.seed)
+    return DiffusionSamplingParams(
+        **given,
+        sigmas=sigmas_of(recipe, folder, sampling),
+        seed=recipe.seed,
+        solver=solver,  # type: ignore[arg-type]
+    )
 
 
 def _params(sampling: Sampling, seed: int, intake: Intake) -> ARSamplingParams:
@@ -207,8 +215,8 @@ def _suite(
     if isinstance(suite, LossSuite):
         return data, None
     if isinstance(intake, MediaIntake):
-        params = media_params(recipe, intake.files)
-        return data, msgspec.structs.replace(params, eta=0.0, sde_indices=())
+        params = media_params(recipe, intake.files, suite.sampling)
+        return data, msgspec.structs.replace(params, eta=0.0, sde_indices=(), noise_by_prompt=True)
     sampling = suite.sampling or recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
     return data, _params(sampling, recipe.seed, intake)
 

@@ -47,10 +47,15 @@ class DiffusionSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """Steps that draw noise; None is every step, an empty tuple is none. The engine refuses those outside of the schedule."""
     kernel: Literal["flow", "dance", "cps"] = "flow"
     """Of the steps that draw."""
+    solver: Literal["euler", "dpm2", "unipc"] = "euler"
+    """Of schedules in which no step draws."""
     negative_prompt: str = ""
     """What guidance leads away from."""
     shared_noise: bool = False
     """The samples of a prompt begin with the same noise."""
+    noise_by_prompt: bool = False
+    """The initial noise belongs to the prompt's text and the sample's number, whatever ids they have: panels compare across
+    steps, jobs and data sets."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -13,7 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from shared.models.diffusion import family
-from shared.models.diffusion.bundle import load_trained
+from shared.models.diffusion.bundle import load_pipeline, load_trained
+from shared.sde import loop
+from shared.sde.seeds import prompt_group
+from shared.sde.sigmas import static_sigmas
+from shared.sde.solvers import Dpm2, UniPC
 from tests.agent.agents import soon
 from tests.mesh.conftest import Mesh
 from tests.models.tiny_folders import make_folder as make_tiny
@@ -21,6 +25,7 @@ from tests.models.tiny_sd3 import make_folder
 
 STEPS, BATCH, GROUP = 3, 2, 4
 WINDOW = {"strategy": "progressive", "window_size": 2, "iters_per_window": 1, "roll_back": True}
+LIGHT = {"scorers": {"light": {"name": "brightness"}}}
 LORA = {"rank": 2, "alpha": 4, "targets": ["to_q", "to_v"]}
 
 
@@ -180,6 +185,31 @@ def check_export(mesh: Mesh, pictures: Path, job: str, version: Path, kind: str 
     assert all(torch.equal(merged[n], v) for n, v in tensors.items() if n in merged)
 
 
+@pytest.mark.parametrize("solver", ["euler", "dpm2", "unipc"])
+def test_evaluations_have_steps_and_sizes_of_their_own(mesh: Mesh, pictures: Path, solver: str) -> None:
+    """The reward is that of pictures made so by hand, with noise of the prompt's own, from the weights that it names."""
+    own = {"num_inference_steps": 6, "height": 24, "width": 16, "guidance_scale": 2.0, "shift": 2.0, "solver": solver}
+    given = document(pictures, steps=1, eval__fixed__sampling=own, eval__fixed__at=["start"])
+    job = mesh.submit(given)
+    [found] = mesh.done(job)["evals"]
+    pipe, kind = load_pipeline(pictures), family("sd3")
+    prompts = [json.loads(line)["prompt"] for line in (pictures.parent / "prompts.jsonl").read_text().splitlines()][:2]
+    sigmas = torch.as_tensor(static_sigmas(6, 2.0), dtype=torch.float32)
+    noise = loop.initial_noise(0, [prompt_group(prompt, 0) for prompt in prompts], kind.latent_shape(pipe, 24, 16))
+    with torch.no_grad():
+        cond, negative = kind.encode(pipe, prompts), kind.encode(pipe, [""] * 2)
+        makes = {"euler": None, "dpm2": Dpm2(sigmas), "unipc": UniPC(sigmas)}[solver]
+        velocity = lambda x, s: kind.predict(pipe.transformer, x, s, cond, negative, 2.0)  # noqa: E731
+        made = loop.sample(velocity, noise, sigmas, "flow", 0.0, (), lambda i: noise, solver=makes)
+        pixels = (kind.decode(pipe, made.final) / 2 + 0.5).clamp(0, 1).mul(255).round()
+    assert pixels.shape[-2:] == (24, 16)
+    [light] = [figure for name, figure in found["components"].items() if name == "light"] if "components" in found else [None]
+    wanted = float(pixels.mean()) / 255
+    assert light is None or light == pytest.approx(wanted, abs=1e-3)
+    alone = document(pictures, steps=1, eval__fixed__sampling=own, eval__fixed__at=["start"], reward=LIGHT)
+    assert mesh.done(mesh.submit(alone))["evals"][0]["reward"] == pytest.approx(wanted, abs=1e-3)
+
+
 def test_a_dry_run_says_what_it_takes(mesh: Mesh, pictures: Path) -> None:
     answer = mesh.http.post("/v1/jobs", json={"document": document(pictures), "dry_run": True})
     assert answer.status_code == 200 and answer.json()["estimate"]["parameters"] > 10_000
@@ -227,7 +257,9 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
         ),
         ({"train__micro_batch_tokens": 5}, ["train.replay", "micro_batch_size"]),
         ({"model__lora": {"rank": 2, "alpha": 4, "targets": ["q_proj"]}}, ["model.lora.targets", "q_proj"]),
-        ({"eval__fixed__sampling": {"max_new_tokens": 3}}, ["eval.fixed.sampling", "eta 0"]),
+        ({"eval__fixed__sampling": {"max_new_tokens": 3}}, ["eval.fixed.sampling.max_new_tokens", "unknown key"]),
+        ({"eval__fixed__sampling": {"height": 30}}, ["eval.fixed.sampling.height", "30", "multiple of 4"]),
+        ({"eval__fixed__sampling": {"num_frames": 5}}, ["eval.fixed.sampling.num_frames", "makes images"]),
     ],
 )
 def test_what_cannot_be_is_refused(mesh: Mesh, pictures: Path, changes: dict[str, Any], words: list[str]) -> None:

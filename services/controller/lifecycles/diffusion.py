@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from services.controller.lifecycles.common import (
 from services.controller.lifecycles.state import Branch, Plan
 from shared.config import sections, specs
 from shared.config.problems import bad
-from shared.config.sections import Algorithm, Component, MediaModel, Reward, Schedule, Section, Suites
+from shared.config.sections import Algorithm, Component, MediaModel, Reward, Schedule, Section
 from shared.sde.indices import Window
 from shared.sde.sigmas import policy_of, static_shift, static_sigmas
 
@@ -68,6 +69,31 @@ class MediaSampling(Section):
         return self.sde_window.indices(self.num_inference_steps, rollout)
 
 
+class MediaEvaluation(Section):
+    """How pictures are made to be looked at: never with eta, otherwise as in training where nothing else is said."""
+
+    num_inference_steps: int | None = Field(None, ge=1)
+    height: int | None = Field(None, ge=1)
+    width: int | None = Field(None, ge=1)
+    num_frames: int | None = Field(None, ge=1)
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+    shift: Annotated[float, Field(gt=0)] | Literal["checkpoint"] | None = None
+    solver: Literal["euler", "dpm2", "unipc"] = "euler"
+
+    def applied(self, training: MediaSampling) -> MediaSampling:
+        given = self.model_dump(exclude={"solver"}, exclude_none=True)
+        return training.model_copy(update=given | {"eta": 0.0, "sde_indices": (), "sde_window": None})
+
+
+class MediaSuite(sections.Suite):
+    sampling: MediaEvaluation | None = None  # type: ignore[assignment]
+    """None: as in training, with eta 0."""
+
+
+MediaSuites = Annotated[dict[str, MediaSuite], pydantic.BeforeValidator(lambda value: {} if value is None else value)]
+
+
 class MediaRollout(Section):
     engine: Component = Component(name="diffusers")
     group_size: int = Field(..., ge=1)
@@ -85,7 +111,13 @@ class DiffusionRecipe(sections.Recipe):
     reward: Reward
     algorithm: Algorithm
     schedule: Schedule = Schedule()
-    eval: Suites = Field({})
+    eval: MediaSuites = Field({})
+
+    def made(self) -> dict[str, MediaSampling]:
+        """How pictures are made, by the field that says it: in training, and in each suite that says otherwise."""
+        training = self.rollout.sampling
+        own = {f"eval.{n}.sampling": s.sampling.applied(training) for n, s in self.eval.items() if s.sampling is not None}
+        return {"rollout.sampling": training, **own}
 
 
 class Recipe(DiffusionRecipe):
@@ -115,20 +147,22 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
 
 
 def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
-    """Against the pipeline's own configs, before anything loads. BadInput names the nearest legal size."""
-    cell = _cell(recipe, folder)
-    for field in ("height", "width"):
-        value = getattr(recipe.rollout.sampling, field)
-        if value % cell:
-            nearest = str(max(cell, round(value / cell) * cell))
-            raise bad(
-                f"rollout.sampling.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest
-            )
+    """Against the pipeline's own configs, before anything loads. BadInput names the nearest legal value."""
+    cell, index = _cell(recipe, folder), json.loads((folder / "model_index.json").read_text())
+    for place, sampling in recipe.made().items():
+        for field in ("height", "width"):
+            value = getattr(sampling, field)
+            if value % cell:
+                nearest = str(max(cell, round(value / cell) * cell))
+                raise bad(f"{place}.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest)
+        if index.get("is_distilled") and sampling.guidance_scale > 1:
+            why = "this model is distilled: guidance is in it, and another one would spoil it"
+            raise bad(f"{place}.guidance_scale", sampling.guidance_scale, why, "1")
 
 
-def sigmas_of(recipe: DiffusionRecipe, folder: Path) -> tuple[float, ...]:
+def sigmas_of(recipe: DiffusionRecipe, folder: Path, sampling: MediaSampling) -> tuple[float, ...]:
     """The schedule that requests pin. BadInput for a checkpoint that names none."""
-    sampling, kind = recipe.rollout.sampling, recipe.model.family
+    kind = recipe.model.family
     if sampling.shift != "checkpoint":
         return tuple(static_sigmas(sampling.num_inference_steps, sampling.shift).tolist())
     own = static_shift(folder)
@@ -175,17 +209,16 @@ def check_media(recipe: DiffusionRecipe) -> None:
     check_optimizer(recipe)
     for name, suite in recipe.eval.items():
         specs.check("source", suite.source.name, suite.source.params, f"eval.{name}.source")
-        if suite.sampling is not None:
-            raise bad(f"eval.{name}.sampling", "given", "pictures are evaluated as in training, with eta 0", "leave it out")
         if suite.reward is not None:
             check_scorers(suite.reward, f"eval.{name}.reward", media=True)
     sampling = recipe.rollout.sampling
     facts = specs.find("family", recipe.model.family, "model.family").flags
-    if not facts["video"] and sampling.num_frames != 1:
-        raise bad("rollout.sampling.num_frames", sampling.num_frames, f"{recipe.model.family} makes images", "1")
-    if facts["video"] and sampling.num_frames % 4 != 1:
-        nearest = str(sampling.num_frames // 4 * 4 + 1)
-        raise bad("rollout.sampling.num_frames", sampling.num_frames, "must be 4 k + 1", nearest)
+    for place, made in recipe.made().items():
+        frames = made.num_frames
+        if not facts["video"] and frames != 1:
+            raise bad(f"{place}.num_frames", frames, f"{recipe.model.family} makes images", "1")
+        if facts["video"] and frames % 4 != 1:
+            raise bad(f"{place}.num_frames", frames, "must be 4 k + 1", str(frames // 4 * 4 + 1))
     flags = specs.find("algorithm", recipe.algorithm.name, "algorithm.name").flags
     if flags.get("requires_ema_rollout") and recipe.train.ema is None:
         raise bad("train.ema", None, f"{recipe.algorithm.name} samples from a moving average", "such as {decay: 0.5}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,13 +18,15 @@ from shared.models.ar.bundle import assign
 from shared.models.diffusion.family import NEGATIVE, Conditions, Family
 from shared.models.tensors import decode
 from shared.sde import loop
-from shared.sde.seeds import noise_groups
+from shared.sde.seeds import noise_groups, prompt_group
+from shared.sde.solvers import Dpm2, Solver, UniPC
 from shared.types.params import DiffusionSamplingParams
 from shared.types.part import Media, Part
 from shared.types.sample import Sample
 from shared.types.segments import LatentSegment
 from shared.wire.codec import Buffer
 
+SOLVERS: dict[str, Callable[[Tensor], Solver | None]] = {"euler": lambda sigmas: None, "dpm2": Dpm2, "unipc": UniPC}
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -128,6 +130,8 @@ class DiffusersEngine(BatchingEngine):
             raise ValueError(f"sigmas {params.sigmas}: must fall from step to step")
         if outside := [i for i in params.resolve_sde_indices() if not 0 <= i < params.num_inference_steps]:
             raise ValueError(f"sde_indices {outside}: must be 0 to {params.num_inference_steps - 1}")
+        if params.resolve_sde_indices() and params.solver != "euler":
+            raise ValueError(f"solver {params.solver}: makes all steps, so none may draw")
         if params.resolve_sde_indices() and params.eta < 1e-7:
             raise ValueError(f"eta {params.eta}: steps that draw need more than 0")
 
@@ -146,6 +150,7 @@ class DiffusersEngine(BatchingEngine):
         device, storage = self._device, DTYPES[self.params.trajectory_dtype]
         shape = self.family.latent_shape(self.pipe, params.height, params.width, params.num_frames)
         ids = [row.name for row in some]
+        keyed = [prompt_group(row.prompt, int(row.name.rpartition("/")[2])) for row in some] if params.noise_by_prompt else None
         cond = self.family.stacked([encoded[row.prompt] for row in some], device)
         against = [encoded[prompt] for prompt in self._against(params)]
         negative = self.family.stacked(against * len(some), device) if against else None
@@ -156,16 +161,18 @@ class DiffusersEngine(BatchingEngine):
         def tick() -> None:
             self.progress = time.monotonic()
 
+        sigmas = torch.tensor(params.sigmas, dtype=torch.float32, device=device)
         found = loop.sample(
             velocity,
-            loop.initial_noise(params.seed, noise_groups(ids, params.shared_noise), shape).to(device),
-            torch.tensor(params.sigmas, dtype=torch.float32, device=device),
+            loop.initial_noise(params.seed, noise_groups(ids, params.shared_noise, keyed), shape).to(device),
+            sigmas,
             params.kernel,
             params.eta,
             params.resolve_sde_indices(),
             lambda i: loop.step_noise(params.seed, i, ids, shape).to(device),
             storage,
-            tick=tick,
+            SOLVERS[params.solver](sigmas),
+            tick,
         )
         pixels = (self.family.decode(self.pipe, found.final.float()) / 2 + 0.5).clamp(0, 1)
         whole = pixels.movedim(1, -1).mul(255).round().to(torch.uint8).cpu().numpy()

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.controller.jobs import Job, measured
 from services.controller.models import adapted
+from shared.config.sections import MediaModel
 from shared.weights.locate import ModelFiles
 
 BYTES_A_TOKEN = 12
@@ -29,7 +30,7 @@ def estimate(job: Job) -> dict[str, Any]:
         "total_samples": rows * plan.steps,
         "epochs": None if job.train.order.length is None else round(plan.steps * plan.batch_size / job.train.order.length, 3),
     }
-    media = bool(plan.branches) and plan.branches[0].media
+    media = isinstance(recipe.model, MediaModel)
     prompt = [] if media else measured(job.train, bool(plan.route))
     figures = {"mean": round(sum(prompt) / len(prompt), 1), "max": max(prompt)} if prompt else None
     found["prompt_tokens" if plan.route else "example_tokens"] = figures

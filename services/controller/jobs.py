@@ -17,12 +17,12 @@ from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooL
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
-from services.controller.lifecycles.diffusion import check_size, sigmas_of
+from services.controller.lifecycles.diffusion import check_picture, check_size, sigmas_of
 from services.controller.lifecycles.state import Phase, Plan, Root
 from services.controller.models import adapted, fingerprint, frozen_of
 from shared.config import specs
 from shared.config.problems import BadInput, Problem, bad
-from shared.config.sections import Component, LossSuite, Recipe, Sampling, Suite, scorer_place, scorers_of
+from shared.config.sections import Component, LossSuite, MediaModel, Recipe, Sampling, Suite, scorer_place, scorers_of
 from shared.config.settings import Settings
 from shared.types.params import ARSamplingParams, DiffusionSamplingParams, SamplingParams
 from shared.weights.locate import ModelFiles, locate
@@ -125,11 +125,11 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     """The job's sources and tokenizers."""
     recipe, plan = lifecycles.parse(doc.recipe)
     files = ModelFiles(Path(doc.files), Path(doc.weights) if doc.weights else None)
-    media = bool(plan.branches) and plan.branches[0].media
+    media = isinstance(recipe.model, MediaModel)
     intake: Any
     if media:
-        check_size(recipe, files.files)
-        intake = MediaIntake(files.files, recipe.data)
+        (check_size if plan.route else check_picture)(recipe, files.files)
+        intake = MediaIntake(files.files, recipe.data, settings.allowed)
     else:
         intake = Intake(files.files, recipe.data, recipe.rollout.sampling.max_new_tokens if plan.route else 1)
     train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)

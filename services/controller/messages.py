@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from services.controller.data.intake import BadPrompt, Example
+from services.controller.data.intake import BadPrompt, Example, MediaIntake
 from services.controller.jobs import Job
 from services.controller.lifecycles.state import (
     Append,
@@ -32,7 +32,7 @@ from services.controller.scoring import train_slices
 from shared.config.sections import Advantage
 from shared.types.ids import root_id
 from shared.types.params import ARSamplingParams, DiffusionSamplingParams
-from shared.types.part import Part, Text
+from shared.types.part import Media, Part, Text
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
 from shared.wire import codec
@@ -228,7 +228,8 @@ class Writer:
             how = self.job.recipe.algorithm.advantage if self.plan.advantages else Advantage()
             slices = train_slices(self.plan, command.groups, how)
         elif command.kind == "train":
-            found = [(g.gid.rpartition("#")[0], example) for g in command.groups if (example := self._take(g).example)]
+            built = [(g.gid.rpartition("#")[0], self._take(g).example) for g in command.groups]
+            found = [(root, example) for root, example in built if example is not None]
             slices, out = self._records(found, command.groups[0].shelf)
         elif command.kind == "evaluate":
             slices, out = self._records(self._held_out(command.suite, command.rows), after.root.formed)
@@ -258,6 +259,8 @@ class Writer:
         if not found:
             return (), []
         roots, examples = tuple(root for root, _ in found), [example for _, example in found]
+        if isinstance(self.job.train.intake, MediaIntake):
+            return self._pictures(roots, examples, shelf)
         inputs = Part(
             sample_ids=roots,
             primitives={"text": tuple(Text(e.prompt.text) for e in examples)},
@@ -275,11 +278,29 @@ class Writer:
             segment=targets if mask.all() else msgspec.structs.replace(targets, loss_mask=mask),
             output_version=np.zeros(len(ids), np.int64),
         )
+        return self._written(Sample((inputs, output)), PartHead(ids=ids, track="policy", lengths=lengths), shelf)
+
+    def _pictures(
+        self, roots: tuple[str, ...], examples: Sequence[Example], shelf: int
+    ) -> tuple[Sequence[TrainSlice], list[Write]]:
+        """Prompts, and where the pictures lie: the trainer opens and encodes them."""
+        size, ids = self.job.recipe.picture, tuple(f"{root}/0" for root in roots)
+        texts, files = (Text(e.prompt.text) for e in examples), (Media(mime="image/file", uri=e.picture) for e in examples)
+        output = Part(
+            sample_ids=ids,
+            role="assistant",
+            track="policy",
+            sampling_params=DiffusionSamplingParams(num_inference_steps=1, height=size.height, width=size.width),
+            primitives={"image": tuple(files)},
+        )
+        inputs = Part(sample_ids=roots, primitives={"text": tuple(texts)})
+        return self._written(Sample((inputs, output)), PartHead(ids=ids, track="policy"), shelf)
+
+    def _written(self, sample: Sample, about: PartHead, shelf: int) -> tuple[Sequence[TrainSlice], list[Write]]:
         name = f"records.{uuid4().hex[:8]}"
-        ref, small = self.store.place(shelf, name, codec.encode_parts([Sample((inputs, output))]))
-        head = SliceHead(parts=(PartHead(ids=ids, track="policy", lengths=lengths),), body=ref)
+        ref, small = self.store.place(shelf, name, codec.encode_parts([sample]))
         writes = [] if small is None else [hset(self.keys.shelf(shelf), {name: small})]
-        return (TrainSlice(head=head, rewards=(None,), advantages=(None,)),), writes
+        return (TrainSlice(head=SliceHead(parts=(about,), body=ref), rewards=(None,), advantages=(None,)),), writes
 
     def _close(self, command: Close) -> list[Write]:
         """The groups' hashes, marks, and entries that are still about, whoever holds them."""

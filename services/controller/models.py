@@ -118,18 +118,28 @@ def fingerprint(files: ModelFiles) -> str:
 
 
 def kept(doc: JobDoc, settings: Settings) -> JobDoc:
-    """The job's own hold on versions of others that it starts from or compares with: their files, linked into its folder."""
-    weights = doc.weights and str(_linked(Path(doc.weights), settings.base(doc.id) / "model"))
-    frozen = {
-        field: (files, weights and str(_linked(Path(weights), settings.base(doc.id) / field.rpartition(".")[2])))
-        for field, (files, weights) in doc.frozen.items()
-    }
-    return msgspec.structs.replace(doc, weights=weights, frozen=frozen)
+    """The job's own hold on versions of others that it starts from or compares with: their files, linked into its folder, which
+    so holds all that the job needs of other jobs."""
+    base = settings.base(doc.id)
+    files, weights = _held(doc.files, doc.weights, base / "model")
+    frozen = {field: _held(*place, base / field.rpartition(".")[2]) for field, place in doc.frozen.items()}
+    return msgspec.structs.replace(doc, files=files, weights=weights, frozen=frozen)
+
+
+def _held(files: str, weights: str | None, target: Path) -> tuple[str, str | None]:
+    """A model folder stays where it is; of a version weights, config and tokenizer are linked, not parts of a pipeline."""
+    if weights is None:
+        return files, None
+    linked = str(_linked(Path(weights), target))
+    if (Path(files) / "model_index.json").exists():
+        return files, linked
+    return str(_linked(Path(files), target.with_name(f"{target.name}-files"))), linked
 
 
 def _linked(version: Path, target: Path) -> Path:
     """OSError if the version has been collected meanwhile."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(version.iterdir(), key=lambda p: p.name == COMPLETE):
-        link_or_copy(path, target / path.name)
+        if path.is_file():
+            link_or_copy(path, target / path.name)
     return target

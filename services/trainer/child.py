@@ -82,7 +82,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, order: str, set_t
         trainer.start()
         watch.limit_s = QUIET_S
         trainer.run()
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
         if ranks > 1 and lost_rank(error):
             log.error("another rank is gone, or slower than UNIMESH_RANKS_TIMEOUT_S: %s", error)
             time.sleep(GONE_S)  # whoever watches the ranks knows more
@@ -109,6 +109,7 @@ def build(
     from services.trainer.forward_stack import ForwardStack
     from services.trainer.link import Link
     from services.trainer.loop import Trainer
+    from services.trainer.picture_stack import PictureStack
     from services.trainer.preread import Preread
     from services.trainer.publisher import Publisher
     from services.trainer.stack import TrainStack
@@ -117,6 +118,7 @@ def build(
     from shared.config import specs
     from shared.config.sections import Component, MediaModel, Model, Placement, Train, Weights
     from shared.models.ar.bundle import copy_side_files, placed
+    from shared.models.diffusion.bundle import encoders
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
     from shared.wire.client import connect
@@ -138,7 +140,7 @@ def build(
     incarnation, base = unpack(
         world.share(pack((int(start[0]), (start[1] or b"").decode())) if start else None), tuple[int, str]
     )
-    media = any(branch["media"] for branch in plan["branches"])
+    media = "family" in recipe["model"]
     what: Any = MediaModel if media else Model
     section, model = Train.model_validate(recipe["train"]), what.model_validate(recipe["model"])
     try:
@@ -154,9 +156,12 @@ def build(
         stack: Stack
         if media:
             teachers = {domain: placed(_frozen(model, place)).model for domain, place in _teachers(doc).items()}
-            how = (section, world, total, reference and reference.model, recipe["seed"], teachers)
-            kind = ForwardStack if algorithm.requires_ema_rollout else FlowStack
-            stack = kind(backend, bundle.family, algorithm, *how)
+            frozen = (reference and reference.model, recipe["seed"], teachers)
+            how: Any = (backend, bundle.family, algorithm, section, world, total, *frozen)
+            if not plan["route"]:
+                stack = PictureStack(encoders(Path(doc["files"])), *how)
+            else:
+                stack = (ForwardStack if algorithm.requires_ema_rollout else FlowStack)(*how)
         else:
             temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
             stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])

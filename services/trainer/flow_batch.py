@@ -14,7 +14,7 @@ from torch import Tensor
 from services.trainer.batch import Batch
 from shared.models.diffusion.family import NEGATIVE, Conditions
 from shared.types.params import DiffusionSamplingParams
-from shared.types.part import Part
+from shared.types.part import Media, Part
 from shared.types.sample import Sample
 from shared.types.segments import LatentSegment
 from shared.wire.envelope import TrainSlice
@@ -39,6 +39,9 @@ class FlowRow:
     negative: Conditions | None
     rollout: Tensor | None
     """float32 [steps that drew], as the engine reported them."""
+    picture: str = ""
+    """Where targets are imitated: the file, and the words for it; the trainer encodes both."""
+    words: str = ""
     name: str = ""
     """The sample's id."""
     domain: str | None = None
@@ -84,6 +87,8 @@ class FlowBatch(Batch):
 
 def _rows(sample: Sample, part: Part) -> list[FlowRow]:
     segment, params = part.segment, part.sampling_params
+    if segment is None and "image" in part.primitives:
+        return _targets(sample, part)
     if not isinstance(segment, LatentSegment) or not isinstance(params, DiffusionSamplingParams):
         raise BodyLost(f"Part {part.sample_ids[:1]}… holds no trajectories")
     prompt = sample.parts[0]
@@ -111,6 +116,17 @@ def _rows(sample: Sample, part: Part) -> list[FlowRow]:
             )
         )
     return found
+
+
+def _targets(sample: Sample, part: Part) -> list[FlowRow]:
+    words, params, none = sample.parts[0].text, part.sampling_params, torch.zeros(0)
+    assert isinstance(params, DiffusionSamplingParams)
+    files = [media.uri or "" for media in part.primitives["image"] if isinstance(media, Media)]
+    about: dict[str, Any] = {"positions": (), "sigmas": (), "indices": (), "conditions": {}, "negative": None, "rollout": None}
+    return [
+        FlowRow(latents=none, params=params, picture=file, words=text, name=name, **about)
+        for file, text, name in zip(files, words, part.sample_ids, strict=True)
+    ]
 
 
 def _tensor(value: Any) -> Tensor:

@@ -84,7 +84,9 @@ class FlowStack(Stack):
 
         ValueError for rows of different schedules: one forward pass is at one sigma.
         """
-        work = self._plan(batch)
+        if not batch.heads:
+            return StepResult(reason="the batch has no row")
+        work = self._plan(batch, self.section.num_updates_per_batch)
         self._freeze(work)
         found, drawn = self._train(work), work[0].spare.indices
         if drawn:
@@ -97,9 +99,9 @@ class FlowStack(Stack):
             for own in work:
                 own.anchors = [self._anchor(members or [own.spare]) for members in self._all(own)]
 
-    def _plan(self, batch: FlowBatch) -> list[Work]:
+    def _plan(self, batch: FlowBatch, count: int) -> list[Work]:
         """Updates, this rank's rows of each, and their micro-batches. The same on every rank, but for whose rows are opened."""
-        order, count = list(range(len(batch.heads))), self.section.num_updates_per_batch
+        order = list(range(len(batch.heads)))
         if self.section.shuffle_updates and count > 1:
             order = planner.shuffled(len(order), self.seed, self.progress.version)
         found, sizes = [], [1] * len(batch.heads)

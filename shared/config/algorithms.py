@@ -212,6 +212,13 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ),
     (
         "algorithm",
+        "flow_matching",
+        FlowMatching,
+        "supervised fine-tuning of a model that makes pictures",
+        _FLOW | {"requires_advantages": False, "anchor_fields": (), "recomputes_anchor": False, "supervised": True},
+    ),
+    (
+        "algorithm",
         "cross_entropy",
         CrossEntropy,
         "supervised fine-tuning",

@@ -187,6 +187,8 @@ class Columns(Params):
     """Field that holds the prompt: a text, or a list of messages for a chat template."""
     target: str | None = None
     """Field that holds the text to imitate (sft)."""
+    picture: str | None = None
+    """Field that holds the path of the picture to imitate (sft of a model that makes pictures), from the file's folder on."""
     messages: str | None = None
     """Field that holds a conversation, in place of prompt and target (sft): a list of objects with role and content. What the
     assistant says is imitated, but for its messages with `weight` 0."""

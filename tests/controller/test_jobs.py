@@ -28,6 +28,7 @@ from shared.wire.codec import pack
 from shared.wire.keys import JOBS, JobKeys
 from tests.conftest import recipe
 from tests.models.tiny_folders import make_folder as make_tiny
+from tests.models.tiny_pipelines import TINY
 from tests.models.tiny_sd3 import make_folder as make_pipeline
 
 
@@ -277,18 +278,19 @@ def test_prompt_and_target_must_fit_together(settings: Settings, model_folder: P
 def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, tmp_path: Path, name: str) -> None:
     """With what it leaves to its user: a model, and data where it names a file."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = ({"question": f"{i}?", "prompt": "a cat", "answer": "a", "messages": talk} for i in range(64))
-    path = jsonl(tmp_path / "data.jsonl", *rows)["params"]["path"]
-    media = name.startswith("diffusion/")
-    kind = name.removeprefix("diffusion/").partition("_")[0]
-    if kind.startswith("wan"):
-        folder = make_tiny(tmp_path / "videos", kind, 0)
+    row = {"prompt": "a cat", "answer": "a", "messages": talk, "picture": "a.png"}
+    path = jsonl(tmp_path / "data.jsonl", *({"question": f"{i}?"} | row for i in range(256)))["params"]["path"]
+    (tmp_path / "a.png").touch()
+    media = name.startswith("diffusion/") or name == "sft/pictures"
+    kind = next((family for family in TINY if name.startswith(f"diffusion/{family}_")), "sd3")
+    if kind != "sd3":
+        folder = make_tiny(tmp_path / "pipeline", kind, 0)
     else:
         folder = make_pipeline(tmp_path / "pictures", 0) if media else model_folder
     overrides = [f"model.path={folder}"]
     settings = replace(settings, roots=(*settings.roots, tmp_path))
     if media or name in ("ar/smollm2", "sft/chat"):
-        suite = "fixed" if media else "held_out"
+        suite = "fixed" if name.startswith("diffusion/") else "held_out"
         overrides += [f"data.source.params.path={path}", f"eval.{suite}.source.params.path={path}"]
     prepare(compose(name, overrides), settings)
 

@@ -10,8 +10,12 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
+from services.trainer.algorithms.flow_matching import FlowMatching
+from shared import pictures as shapes
+from shared.config.algorithms import FlowMatching as FlowMatchingParams
 from shared.models.diffusion import family
 from shared.models.diffusion.bundle import load_pipeline, load_trained
 from shared.sde import loop
@@ -208,6 +212,58 @@ def test_evaluations_have_steps_and_sizes_of_their_own(mesh: Mesh, pictures: Pat
     assert light is None or light == pytest.approx(wanted, abs=1e-3)
     alone = document(pictures, steps=1, eval__fixed__sampling=own, eval__fixed__at=["start"], reward=LIGHT)
     assert mesh.done(mesh.submit(alone))["evals"][0]["reward"] == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pictures_are_imitated(mesh: Mesh, pictures: Path, ranks: int) -> None:
+    """Supervised flow matching as a job of the domain sft: the held-out loss falls, and is diffusers' own; a job of the domain
+    diffusion starts from what was learnt."""
+    folder = pictures.parent / "painted"
+    folder.mkdir(exist_ok=True)
+    rows, rng = [], np.random.default_rng(0)
+    for number, prompt in enumerate(("red disc", "blue square", "green triangle", "yellow disc")):
+        painted = (shapes.paint([prompt], rng)[0].transpose(1, 2, 0) * 255).round().astype(np.uint8)
+        Image.fromarray(painted).save(folder / f"{number}.png")
+        rows.append({"prompt": prompt, "file": f"{number}.png"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "jsonl", "params": {"path": str(folder / "rows.jsonl"), "picture": "file"}}
+    given: dict[str, Any] = {
+        "domain": "sft",
+        "steps": 12,
+        "model": {"path": str(pictures), "family": "sd3"},
+        "picture": {"height": 16, "width": 16},
+        "data": {"source": source, "batch_size": 4},
+        "train": {"optimizer": {"lr": 3e-3}, "micro_batch_size": 3},
+        "weights": {"keep": 9},
+        "placement": {"trainer_ranks": ranks},
+        "eval": {"held_out": {"source": source, "batch_size": 3}},
+    }
+    job = mesh.submit(given)
+    view = mesh.done(job)
+    evals = {e["tag"]: e for e in view["evals"]}
+    assert evals["end"]["loss"] < 0.97 * evals["start"]["loss"], evals
+    pipe, kind, losses = load_pipeline(pictures), family("sd3"), []
+    algorithm = FlowMatching(FlowMatchingParams())
+    for number, row in enumerate(rows):
+        picture = Image.open(folder / row["file"]).resize((16, 16), Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.asarray(picture, np.float32)).movedim(2, 0)[None] / 127.5 - 1
+        with torch.no_grad():
+            clean = kind.clean(pipe, pixels)
+            times, noise = algorithm.evaluation(0, [f"eval-held_out:0:{number}/0"], tuple(clean.shape[1:]))
+            noisy = (1 - times) * clean + times * noise
+            velocity = kind.velocity(pipe.transformer, noisy, times, kind.encode(pipe, [row["prompt"]]))
+        losses.append(float(((velocity - (noise - clean)) ** 2).mean()))
+    assert evals["start"]["loss"] == pytest.approx(float(np.mean(losses)), rel=1e-4)
+    if ranks == 1:
+        run(mesh, document(pictures, model__path=f"job:{job}", eval={}))
+        given["data"]["source"] = source | {"params": {"path": str(folder / "rows.jsonl")}}
+        answer = mesh.http.post("/v1/jobs", json={"document": given})
+        assert answer.status_code == 422 and "no picture: set data.source.params.picture" in answer.text, answer.text
+        (folder / "away.jsonl").write_text(json.dumps({"prompt": "x", "file": "/etc/hostname"}) + "\n" * 1)
+        given["data"] = {"source": {"name": "jsonl", "params": {"path": str(folder / "away.jsonl"), "picture": "file"}}}
+        given["data"]["batch_size"] = 1
+        answer = mesh.http.post("/v1/jobs", json={"document": given})
+        assert answer.status_code == 422 and "not below a configured root" in answer.text, answer.text
 
 
 def test_a_dry_run_says_what_it_takes(mesh: Mesh, pictures: Path) -> None:

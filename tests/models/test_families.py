@@ -155,3 +155,21 @@ def test_experts_are_not_mixed_in_a_batch() -> None:
     tiny = TINY["wan22"]()
     with pytest.raises(ValueError, match="both sides"):
         tiny.family.velocity(tiny.family.model(tiny.pipe), torch.randn(B, *tiny.shape), torch.tensor([0.9, 0.5]), tiny.cond)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_pictures_become_latents_and_again_pictures(name: str) -> None:
+    """`clean` is the inverse of what decode does around the VAE: through both, pixels are those of the VAE alone."""
+    torch.manual_seed(0)
+    tiny = TINY[name]()
+    pipe, kind = tiny.pipe, tiny.family
+    height, width, _ = tiny.size
+    pixels = torch.rand(2, 3, height, width) * 2 - 1
+    with torch.no_grad():
+        latents = kind.clean(pipe, pixels)
+        assert latents.shape[1:] == kind.latent_shape(pipe, height, width, 1)
+        found = kind.decode(pipe, latents)
+        inside = pixels if not hasattr(pipe.vae, "temperal_downsample") and not kind.video else pixels.unsqueeze(2)
+        alone = [pipe.vae.decode(pipe.vae.encode(one[None]).latent_dist.mode(), return_dict=False)[0] for one in inside]
+        wanted = torch.cat(alone).reshape(found.shape)
+    assert torch.allclose(found, wanted, atol=1e-4)

@@ -23,11 +23,13 @@ from shared.files import checksum
 Columns = builtin.Columns
 
 
-def record_of(value: dict[str, Any], columns: Columns, error: Callable[[Any, str, str], BadInput]) -> Record:
-    """One row as a record; `error(value, message, legal)` makes the complaint about it."""
+def record_of(
+    value: dict[str, Any], columns: Columns, error: Callable[[Any, str, str], BadInput], folder: Path | None = None
+) -> Record:
+    """One row as a record; `error(value, message, legal)` makes the complaint about it. `folder`: where its file lies."""
     talk = columns.messages
     field = columns.prompt if talk is None else talk
-    for name in (field, columns.target, columns.id):
+    for name in (field, columns.target, columns.id, columns.picture):
         if name is not None and name not in value:
             near = nearest(name, value)
             raise error(None, f"field {name!r} is missing" + (f"; did you mean {near!r}?" if near else ""), ", ".join(value))
@@ -40,11 +42,16 @@ def record_of(value: dict[str, Any], columns: Columns, error: Callable[[Any, str
     target = value[columns.target] if columns.target else None
     if columns.target and not isinstance(target, str):
         raise error(target, f"field {columns.target!r} holds no target text", "text")
-    rest = {k: v for k, v in value.items() if k not in (field, columns.target)}
+    picture = value[columns.picture] if columns.picture else None
+    if columns.picture and not isinstance(picture, str):
+        raise error(picture, f"field {columns.picture!r} holds no path", "text")
+    if picture is not None and folder is not None:
+        picture = str(folder / picture)
+    rest = {k: v for k, v in value.items() if k not in (field, columns.target, columns.picture)}
     if columns.id:
         rest["id"] = value[columns.id]
     check_text([prompt, target, rest], lambda what: error(None, what, "valid Unicode text"))
-    return Record(prompt=prompt, target=target, conversation=talk is not None, metadata=rest)
+    return Record(prompt=prompt, target=target, conversation=talk is not None, picture=picture, metadata=rest)
 
 
 def _messages(messages: list[Any], field: str, error: Callable[[Any, str, str], BadInput]) -> list[dict[str, Any]]:
@@ -83,7 +90,7 @@ class JsonlSource:
         self.params, self.name, self.shuffle = params, path.name, params.shuffle
         digest = checksum(path)
         self.fingerprint = fingerprint_of(params, digest)
-        self.path = plain(path, cache, digest)
+        self.path, self.folder = plain(path, cache, digest), path.parent
         self.offsets = self._checked()
         self.file = self.path.open("rb")
 
@@ -117,7 +124,7 @@ class JsonlSource:
             raise self._bad(number, line[:80].decode(errors="replace"), f"not valid JSON: {error}", "one object") from error
         if not isinstance(value, dict):
             raise self._bad(number, type(value).__name__, "not an object", "one JSON object a line")
-        return record_of(value, self.params, lambda *what: self._bad(number, *what))
+        return record_of(value, self.params, lambda *what: self._bad(number, *what), self.folder)
 
     def _bad(self, number: int, value: Any, message: str, legal: str) -> BadInput:
         return BadInput([Problem(field=f"{self.name} line {number}", value=value, message=message, legal=legal)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 
 from services.controller.data.chat import BadChat, ChatTemplate
 from services.controller.data.record import Record
-from shared.config.problems import bad
+from shared.config.problems import BadInput, bad
 from shared.config.sections import Data, SftData
 
 
@@ -40,6 +41,8 @@ class Example:
     """Tokens after the prompt."""
     mask: list[bool]
     """False: the token is somebody else's turn, or framing."""
+    picture: str = ""
+    """Its path, in place of tokens."""
 
     def __len__(self) -> int:
         return len(self.prompt.tokens) + len(self.target)
@@ -48,9 +51,9 @@ class Example:
 class MediaIntake:
     """Prompts of a model that makes pictures: texts, which its own encoders take in; there are no tokens here."""
 
-    def __init__(self, files: Path, data: Data) -> None:
-        """BadInput for what only a language model can do."""
-        self.files, self.data = files, data
+    def __init__(self, files: Path, data: Data, allowed: Callable[[str, str], Path]) -> None:
+        """BadInput for what only a language model can do. `allowed`: a path below the configured roots, resolved."""
+        self.files, self.data, self.allowed = files, data, allowed
         self.limit: int | None = None
         for name, value, off in (("chat", data.chat, False), ("system", data.system, None)):
             if value != off:
@@ -63,6 +66,16 @@ class MediaIntake:
         if not record.prompt.strip():
             raise BadPrompt("the prompt is empty")
         return Prompt(record.prompt, [])
+
+    def example(self, record: Record) -> Example:
+        """A prompt and the picture to imitate. BadPrompt if there is none, or its path leads elsewhere."""
+        if record.picture is None:
+            raise BadPrompt("the record has no picture: set data.source.params.picture")
+        try:
+            path = self.allowed(record.picture, "picture")
+        except BadInput as error:
+            raise BadPrompt(str(error)) from error
+        return Example(self.prompt(record), [], [], str(path))
 
 
 class Intake:

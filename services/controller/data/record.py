@@ -18,6 +18,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What to imitate (sft); None where there is nothing to imitate."""
     conversation: bool = False
     """The prompt is a whole conversation, whose assistant is to be imitated (sft)."""
+    picture: str | None = None
+    """Path of a picture to imitate (sft of a model that makes pictures)."""
     metadata: dict[str, Any] = {}
 
 

@@ -40,5 +40,5 @@ def parse(document: Any) -> tuple[Any, Plan]:
     if domain not in DOMAINS:
         raise unknown("domain", str(domain), DOMAINS, "unknown domain")
     module = DOMAINS[domain]
-    recipe = validated(module.Recipe, document)
+    recipe = validated(sft.recipe_of(document) if domain == "sft" else module.Recipe, document)
     return recipe, module.plan(recipe)

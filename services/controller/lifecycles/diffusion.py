@@ -146,6 +146,15 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
     return msgspec.structs.replace(found, previews=0)  # the controller opens no bodies of pictures
 
 
+def check_picture(recipe: Any, folder: Path) -> None:
+    """Of pictures to imitate: as check_size."""
+    cell = _cell(recipe, folder)
+    for field in ("height", "width"):
+        if (value := getattr(recipe.picture, field)) % cell:
+            nearest = str(max(cell, round(value / cell) * cell))
+            raise bad(f"picture.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest)
+
+
 def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
     """Against the pipeline's own configs, before anything loads. BadInput names the nearest legal value."""
     cell, index = _cell(recipe, folder), json.loads((folder / "model_index.json").read_text())
@@ -179,7 +188,7 @@ def sigmas_of(recipe: DiffusionRecipe, folder: Path, sampling: MediaSampling) ->
     return tuple(policy.sigmas(sampling.num_inference_steps, sampling.height, sampling.width).tolist())
 
 
-def _cell(recipe: DiffusionRecipe, folder: Path) -> int:
+def _cell(recipe: Any, folder: Path) -> int:
     """Pixels of a token's side."""
     if recipe.model.family == "sd3":  # whose configs say all of it
         policy = policy_of(folder)

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field
 
 from services.controller.lifecycles.common import check_algorithm, check_name, check_optimizer, check_placement, check_updates
 from services.controller.lifecycles.state import Plan, SuitePlan
 from shared.config import specs
-from shared.config.sections import LossSuite, SftRecipe
+from shared.config.problems import bad
+from shared.config.sections import Component, LossSuite, MediaModel, Section, SftRecipe
 
 
 class Recipe(SftRecipe):
     domain: Literal["sft"]
 
 
+class Size(Section):
+    height: int = Field(..., ge=1)
+    width: int = Field(..., ge=1)
+
+
+class MediaRecipe(Recipe):
+    """Of a model that makes pictures: records hold a prompt and the path of a picture."""
+
+    model: MediaModel
+    picture: Size
+    """Pictures are brought to it."""
+    algorithm: Component = Component(name="flow_matching")
+
+
+def recipe_of(document: dict[str, Any]) -> type[Recipe]:
+    """The model of a document: one with a family makes pictures."""
+    model = document.get("model")
+    return MediaRecipe if isinstance(model, dict) and "family" in model else Recipe
+
+
 def plan(recipe: SftRecipe) -> Plan:
     specs.check("source", recipe.data.source.name, recipe.data.source.params, "data.source")
-    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch, supervised=True)
+    media = isinstance(recipe, MediaRecipe)
+    check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch, supervised=True, media=media)
+    if isinstance(recipe, MediaRecipe):
+        specs.find("family", recipe.model.family, "model.family")
+        if recipe.model.family == "wan22":
+            why = "its two experts have times of their own, and imitation draws a time for each picture"
+            raise bad("model.family", "wan22", why, "a family of one model")
+        if recipe.train.micro_batch_tokens is not None or recipe.train.replay == "packed":
+            raise bad("train.replay", recipe.train.replay, "pictures have no tokens: give train.micro_batch_size", "padded")
     check_updates(recipe, recipe.data.batch_size)
     check_optimizer(recipe)
     check_placement(recipe)

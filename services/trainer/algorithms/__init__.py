@@ -14,6 +14,7 @@ from services.trainer.algorithms.dppo import Dppo
 from services.trainer.algorithms.drpo import Drpo
 from services.trainer.algorithms.flow_dppo import FlowDppo
 from services.trainer.algorithms.flow_grpo import FlowGrpo
+from services.trainer.algorithms.flow_matching import FlowMatching
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.gspo import Gspo
 from services.trainer.algorithms.ppo import Ppo
@@ -31,6 +32,7 @@ ALGORITHMS: dict[str, Callable[[Any], Any]] = {
     "flow_grpo": FlowGrpo,
     "flow_dppo": FlowDppo,
     "flow_unigrpo": FlowUniGrpo,
+    "flow_matching": FlowMatching,
     "diffusion_nft": DiffusionNft,
     "diffusion_opd": DiffusionOpd,
 }

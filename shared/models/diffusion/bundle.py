@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from shared.models import lora
+from shared.models.ar.bundle import where
 from shared.models.diffusion.family import Family
 from shared.weights.store import COMPLETE
 
@@ -39,6 +40,15 @@ def load_pipeline(folder: Path) -> Any:
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)
+    return pipe
+
+
+def encoders(folder: Path) -> Any:
+    """The pipeline of a folder for its encoders and its VAE, on this process's device; the trained part in it goes unused."""
+    pipe = load_pipeline(folder)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module) and "Transformer" not in type(part).__name__:
+            part.to(where())
     return pipe
 
 

@@ -118,12 +118,31 @@ class Family:
         slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
         return float(config.base_shift + slope * (tokens - config.base_image_seq_len))
 
+    def clean(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """The latents of pictures [B, 3, H, W] in -1 … 1: what decode undoes."""
+        config = pipe.vae.config
+        shift = getattr(config, "shift_factor", None) or 0.0
+        found: Tensor = (mode(pipe, pixels.unsqueeze(2) if self.video else pixels) - shift) * config.scaling_factor
+        return found
+
     def decode(self, pipe: Any, x: Tensor) -> Tensor:
         """Pixels of clean latents, about -1 … 1: [B, 3, H, W], of videos [B, 3, F, H, W]."""
         config = pipe.vae.config
         shift = getattr(config, "shift_factor", None) or 0.0
         found: Tensor = pipe.vae.decode(x / config.scaling_factor + shift, return_dict=False)[0]
         return found
+
+
+def mode(pipe: Any, pixels: Tensor) -> Tensor:
+    """Where the VAE's distribution of latents is densest."""
+    found: Tensor = pipe.vae.encode(pixels).latent_dist.mode()
+    return found
+
+
+def normalized(vae: Any, x: Tensor) -> Tensor:
+    """The inverse of per_channel."""
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(x) for v in (vae.config.latents_mean, vae.config.latents_std))
+    return (x - mean) / std
 
 
 def per_channel(vae: Any, x: Tensor) -> Tensor:

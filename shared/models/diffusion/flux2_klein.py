@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared.models.diffusion.family import Conditions, Family
+from shared.models.diffusion.family import Conditions, Family, mode
 from shared.sde.sigmas import flux2_klein_mu
 
 
@@ -36,6 +36,12 @@ class Flux2Klein(Family):
 
     def mu(self, pipe: Any, shape: tuple[int, ...], steps: int) -> float:
         return flux2_klein_mu(shape[-1] * shape[-2], steps)
+
+    def clean(self, pipe: Any, pixels: Tensor) -> Tensor:
+        norm, found = pipe.vae.bn, pipe._patchify_latents(mode(pipe, pixels))
+        std = (norm.running_var + pipe.vae.config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
+        cleaned: Tensor = (found - norm.running_mean.view(1, -1, 1, 1).to(found)) / std.to(found)
+        return cleaned
 
     def decode(self, pipe: Any, x: Tensor) -> Tensor:
         norm = pipe.vae.bn

@@ -40,6 +40,9 @@ class HunyuanVideo15(Family):
     def grid(self, steps: int) -> Any:
         return torch.linspace(1, 0, steps + 1)[:-1].tolist()
 
+    def clean(self, pipe: Any, pixels: Tensor) -> Tensor:
+        return torch.cat([super(HunyuanVideo15, self).clean(pipe, pixels[i : i + 1]) for i in range(len(pixels))])
+
     def decode(self, pipe: Any, x: Tensor) -> Tensor:
         """One by one: the VAE's mask allows no more."""
         return torch.cat([super(HunyuanVideo15, self).decode(pipe, x[i : i + 1]) for i in range(len(x))])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared.models.diffusion.family import Conditions, Family, full_mask, per_channel
+from shared.models.diffusion.family import Conditions, Family, full_mask, mode, normalized, per_channel
 
 
 class QwenImage(Family):
@@ -38,6 +38,10 @@ class QwenImage(Family):
         """Rescaled to the conditional's norm, token by token."""
         plain = super().guided(cond, uncond, scale)
         return plain * (_patch_norm(cond) / _patch_norm(plain))
+
+    def clean(self, pipe: Any, pixels: Tensor) -> Tensor:
+        found: Tensor = normalized(pipe.vae, mode(pipe, pixels.unsqueeze(2)))[:, :, 0]
+        return found
 
     def decode(self, pipe: Any, x: Tensor) -> Tensor:
         found: Tensor = pipe.vae.decode(per_channel(pipe.vae, x.unsqueeze(2)), return_dict=False)[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.models.diffusion.family import Conditions, Family, per_channel, video_shape
+from shared.models.diffusion.family import Conditions, Family, mode, normalized, per_channel, video_shape
 
 TEXT_TOKENS = 512
 """Padding is attended: texts keep this length."""
@@ -33,6 +33,9 @@ class Wan21(Family):
 
     def grid(self, steps: int) -> None:
         """The scheduler's own."""
+
+    def clean(self, pipe: Any, pixels: Tensor) -> Tensor:
+        return normalized(pipe.vae, mode(pipe, pixels.unsqueeze(2)))
 
     def decode(self, pipe: Any, x: Tensor) -> Tensor:
         found: Tensor = pipe.vae.decode(per_channel(pipe.vae, x), return_dict=False)[0]

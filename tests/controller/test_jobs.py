@@ -292,6 +292,8 @@ def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Pa
     if media or name in ("ar/smollm2", "sft/chat"):
         suite = "fixed" if name.startswith("diffusion/") else "held_out"
         overrides += [f"data.source.params.path={path}", f"eval.{suite}.source.params.path={path}"]
+    if name.endswith("_opd"):
+        overrides.append(f"+algorithm.params.teachers.cats={folder}")
     prepare(compose(name, overrides), settings)
 
 

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -58,7 +58,11 @@ def run(seed: int, domain: str, model: str, steps: int | None = None) -> int:
 
 
 class Flow:
-    """What both demos share."""
+    """What the demos share."""
+
+    recipe: ClassVar[str]
+    places: ClassVar[tuple[str, ...]] = ()
+    """Sources of the recipe whose file is the demo's own."""
 
     def __init__(self, mesh: EmbeddedMesh, console: Console, seed: int, steps: int | None) -> None:
         self.mesh, self.console, self.seed, self.steps = mesh, console, seed, steps
@@ -146,6 +150,8 @@ class Flow:
 class Sorting(Flow):
     """A tiny Qwen3 imitates a careless teacher, then learns from exact-match rewards to sort six digits."""
 
+    recipe = "ar/sort"
+
     def run(self) -> int:
         model = self.tiny()
         steps = f"steps={self.steps or STEPS}"
@@ -153,7 +159,7 @@ class Sorting(Flow):
             "sft/sort", f"model.path={model}", f"seed={self.seed}", f"data.source.params.seed={1000 + self.seed}"
         )
         view = self.launch(
-            "ar/sort",
+            self.recipe,
             f"model.path=job:{warm['id']}",
             f"seed={self.seed}",
             f"data.source.params.seed={2000 + self.seed}",
@@ -188,14 +194,17 @@ QUESTIONS = {
 class SmolLM(Flow):
     """A real model: SmolLM2-135M-Instruct from its GGUF file, chat template, a format reward; a few full-weight steps."""
 
+    recipe = "ar/smollm2"
+    places = ("data.source", "eval.held_out.source")
+
     def run(self) -> int:
         model = self.smollm2()
         questions = self.mesh.state / "questions.jsonl"
         rows = ({"question": question, "answer": answer} for question, answer in QUESTIONS.items())
         questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        paths = [f"{source}.params.path={questions}" for source in ("data.source", "eval.fixed.source")]
+        paths = [f"{place}.params.path={questions}" for place in self.places]
         steps = f"steps={self.steps or 8}"
-        view = self.launch("ar/smollm2", f"model.path={model}", f"seed={self.seed}", steps, *paths)
+        view = self.launch(self.recipe, f"model.path={model}", f"seed={self.seed}", steps, *paths)
         records = self.api.get(f"/v1/jobs/{view['id']}/steps")
         evals = {e["tag"]: e for e in view["evals"]}
         self.table(view, records)
@@ -220,6 +229,7 @@ class Chat(Flow):
     """Supervised: conversations of two turns are imitated, the assistant's side alone."""
 
     recipe = "sft/chat"
+    places = ("data.source", "eval.held_out.source")
     left = 0.1
     """Share of the first held-out loss that may be left in the end."""
     overrides: tuple[str, ...] = ()
@@ -237,8 +247,7 @@ class Chat(Flow):
             self.recipe,
             f"model.path={self.model()}",
             f"seed={self.seed}",
-            f"data.source.params.path={files['train']}",
-            f"eval.held_out.source.params.path={files['held_out']}",
+            *(f"{place}.params.path={files[name]}" for place, name in zip(self.places, files, strict=True)),
             *self.overrides,
             *([] if self.steps is None else [f"steps={self.steps}"]),
         )
@@ -276,6 +285,9 @@ class SmolChat(Chat):
 class Painter(Flow):
     """A tiny Stable Diffusion 3 that imitates a careless painter learns from a rule what its prompts mean."""
 
+    recipe = "diffusion/demo"
+    places = ("data.source", "eval.fixed.source")
+
     def run(self) -> int:
         model, prompts = self.mesh.state / "model", self.mesh.state / "prompts.jsonl"
         self.say("making a Stable Diffusion 3 of 1.2 M parameters that paints as a careless painter does (about a minute)")
@@ -285,9 +297,9 @@ class Painter(Flow):
             self.say(done.stderr[-1500:])
             return 1
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-        paths = [f"{source}.params.path={prompts}" for source in ("data.source", "eval.held_out.source")]
+        paths = [f"{place}.params.path={prompts}" for place in self.places]
         steps = [] if self.steps is None else [f"steps={self.steps}"]
-        view = self.launch("diffusion/demo", f"model.path={model}", f"seed={self.seed}", *paths, *steps)
+        view = self.launch(self.recipe, f"model.path={model}", f"seed={self.seed}", *paths, *steps)
         records = self.api.get(f"/v1/jobs/{view['id']}/steps")
         evals = {e["tag"]: e for e in view["evals"]}
         first, last = (average_metrics(some)["reward"] for some in (records[:10], records[-10:]))

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast
@@ -76,8 +76,17 @@ def remove(folder: Path) -> None:
         away.fs.rm(away.path, recursive=True)
 
 
-def fetched(folder: Path, below: Path, kept_s: float | None = None) -> Path:
-    """A folder of this host with the same files: itself, or a copy in a folder of `below`. Copies older than `kept_s` go."""
+def fetched(
+    folder: Path,
+    below: Path,
+    kept_s: float | None = None,
+    names: Mapping[str, str] | None = None,
+    own: Mapping[str, str] | None = None,
+) -> Path:
+    """A folder of this host with the same files: itself, or a copy in a folder of `below`. Copies older than `kept_s` go.
+
+    `names`: which files, and what they are called in the copy; None: all. `own`: further files of the copy, their text.
+    """
     if local(folder):
         return folder
     oldest = 0.0 if kept_s is None else time.time() - kept_s
@@ -92,9 +101,11 @@ def fetched(folder: Path, below: Path, kept_s: float | None = None) -> Path:
     aside.mkdir(parents=True)
     away: Any = folder
     try:
-        for path in away.iterdir():
-            if path.is_file():
-                path.fs.get_file(path.path, str(aside / path.name))
+        chosen = names or {path.name: path.name for path in away.iterdir() if path.is_file()}
+        for there, name in chosen.items():
+            away.fs.get_file((away / there).path, str(aside / name))
+        for name, text in (own or {}).items():
+            (aside / name).write_text(text)
         with suppress(OSError):  # another has fetched it meanwhile
             aside.rename(target)
     finally:

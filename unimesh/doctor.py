@@ -59,8 +59,8 @@ def examine(state: Path, redis_url: str | None = None, service: Served | None = 
         partial(_devices, settings, redis_url),
     ]
     checks: dict[Served | None, list[Callable[[], Finding]]] = {
-        None: [*everywhere, _redis_binary, *computing, _port, partial(_token, state)],
-        "controller": [*everywhere, _port, partial(_own_token, settings), partial(_storage, settings)],
+        None: [*everywhere, _redis_binary, *computing, partial(_port, state), partial(_token, state)],
+        "controller": [*everywhere, partial(_port, state), partial(_own_token, settings), partial(_storage, settings)],
         "reward": [*everywhere, partial(_storage, settings), partial(_health, settings)],
         "rollout": [*everywhere, *computing, partial(_storage, settings), partial(_health, settings)],
         "trainer": [*everywhere, *computing, partial(_storage, settings), partial(_health, settings)],
@@ -193,7 +193,7 @@ def _own_token(settings: Settings) -> Finding:
 def _storage(settings: Settings) -> Finding:
     """Whether this service may write where all services of a job must."""
     try:
-        return Finding("storage", True, storage_id(settings.state, settings.bodies))
+        return Finding("storage", True, storage_id(settings))
     except OSError as error:
         fix = "mount the volumes of state and bodies so that user 1000 may write, or set UNIMESH_STATE and UNIMESH_BODIES"
         return Finding("storage", False, f"{error.strerror}: {error.filename}", fix)
@@ -244,9 +244,11 @@ def _openmp() -> Finding:
     return Finding("OMP_WAIT_POLICY", fine, detail, "unset it: spinning threads cost a factor of 5 to 15 on shared cores")
 
 
-def _port() -> Finding:
+def _port(state: Path) -> Finding:
     """Of the HTTP API: free, or a controller's own."""
     port = API_PORT
+    if (home := Home.read(state)) is not None:
+        return Finding("port", True, f"the API is at {home.api}")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

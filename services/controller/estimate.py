@@ -50,11 +50,18 @@ def estimate(job: Job) -> dict[str, Any]:
         width = {"float64": 8, "float32": 4, "bfloat16": 4}[recipe.model.dtype]
         found["parameters"] = count
         found["memory_bytes"] = {
-            "trainer_per_rank": count * BYTES_A_PARAMETER // recipe.placement.trainer_ranks,
+            "trainer_per_rank": _per_rank(count, recipe),
             "rollout": count * width,
             "version": count * width,
         }
     return found
+
+
+def _per_rank(count: int, recipe: Any) -> int:
+    """Gradients that are added up over ranks at the end of an update are whole until then."""
+    ranks, place = recipe.placement.trainer_ranks, recipe.placement
+    whole = ranks > 1 and recipe.train.gradient_sync == "last" and not place.cpu_offload
+    return int(count * (BYTES_A_PARAMETER - 4) // ranks + count * 4 if whole else count * BYTES_A_PARAMETER // ranks)
 
 
 def parameters(folder: Path) -> int | None:

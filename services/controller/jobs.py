@@ -13,7 +13,7 @@ import msgspec
 import redis
 
 from services.controller import lifecycles, trackers
-from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooLong
+from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooLong, check_taught
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
@@ -88,7 +88,8 @@ class Job:
     def windowed(self) -> bool:
         """Whether the steps that draw change from batch to batch."""
         media = isinstance(self.params, DiffusionSamplingParams)
-        return media and self.recipe.rollout.sampling.sde_window is not None
+        sampling = self.recipe.rollout.sampling
+        return media and sampling.sde_window is not None and sampling.eta > 0
 
 
 def prepare(document: Any, settings: Settings) -> Job:
@@ -228,13 +229,14 @@ def _data_set(
     mixed = source.shuffle if shuffle is None else shuffle
     tail = recipe.data.tail if at == "data.source" else "wrap"
     order = DataOrder(component.name, source.size, mixed, recipe.seed, recipe.data.batch_size, tail)
-    _check_records(source, intake, at, targets=recipe.domain == "sft")
+    _check_records(source, intake, at, recipe)
     return DataSet(source, order, intake)
 
 
-def _check_records(source: Source, intake: Any, at: str, targets: bool) -> None:
+def _check_records(source: Source, intake: Any, at: str, recipe: Recipe) -> None:
     """BadInput for the first prompts that cannot be used, each named."""
     problems: list[Problem] = []
+    targets = recipe.domain == "sft"
     for row in range(min(source.size or 16, CHECKED_RECORDS)):
         try:
             record = source.get(row)
@@ -242,6 +244,8 @@ def _check_records(source: Source, intake: Any, at: str, targets: bool) -> None:
                 intake.example(record)
             else:
                 intake.prompt(record)
+                if at == "data.source":
+                    check_taught(recipe, record)
         except BadPrompt as error:
             if isinstance(error, TooLong) and intake.data.on_long == "drop":
                 continue
@@ -259,7 +263,8 @@ def _warnings(plan: Plan, job: Job) -> list[str]:
     baseline = bool(specs.find("algorithm", algorithm.name, "").flags.get("requires_advantages"))
     if plan.route and plan.group_size == 1 and baseline and algorithm.advantage.scope == "group":
         found.append("rollout.group_size is 1: a group baseline makes every advantage 0, so nothing is learned")
-    if plan.route and job.recipe.train.ema is not None and not algorithm.params.get("correction"):
+    media = isinstance(job.recipe.model, MediaModel)
+    if plan.route and not media and job.recipe.train.ema is not None and not algorithm.params.get("correction"):
         found.append(
             "train.ema: rollouts sample from the average, not from what is trained; consider algorithm.params.correction"
         )

@@ -43,7 +43,7 @@ class Mesh:
         self.wake = threading.Event()
         self.beat = time.monotonic()
         """When it last looked for jobs."""
-        storage = storage_id(settings.state, settings.bodies)
+        storage = storage_id(settings)
         self.registry = Registry(connect, self.wanted, int(settings.lease_s * 1000 / 3), storage)
         self.threads = [
             threading.Thread(target=self.watch, name="jobs", daemon=True),

@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from services.controller.data.intake import BadPrompt, Example, MediaIntake
+from services.controller.data.intake import BadPrompt, Example, MediaIntake, check_taught
 from services.controller.jobs import Job
 from services.controller.lifecycles.state import (
     Append,
@@ -161,6 +161,8 @@ class Writer:
             if params is None:
                 return Request("", (), data.intake.example(record))
             prompt = data.intake.prompt(record)
+            if not suite:
+                check_taught(self.job.recipe, record)
         except BadPrompt as error:
             return Request(str(error), ())
         n = self.plan.suites[suite].n if suite else self.plan.group_size

@@ -122,7 +122,10 @@ def kept(doc: JobDoc, settings: Settings) -> JobDoc:
     so holds all that the job needs of other jobs."""
     base = settings.base(doc.id)
     files, weights = _held(doc.files, doc.weights, base / "model")
-    frozen = {field: _held(*place, base / field.rpartition(".")[2]) for field, place in doc.frozen.items()}
+    frozen = {
+        field: _held(*place, base / xxhash.xxh3_64_hexdigest(field.encode()))  # a domain may have any name
+        for field, place in doc.frozen.items()
+    }
     return msgspec.structs.replace(doc, files=files, weights=weights, frozen=frozen)
 
 

@@ -212,6 +212,7 @@ class Runner:
         fresh = new_revision(revision)
 
         def call() -> list[str]:
+            self.beat = time.monotonic()  # also while Redis is away
             return self.scripts.commit_state(self.keys, self.token, revision, fresh, snapshot(after), taken, writes)
 
         answer = answered(call, self.stopping.is_set)

@@ -51,7 +51,8 @@ class Backend:
         self.adapters = lora.has_adapter(bundle.model)
         self.autocast = dtype == "bfloat16"
         placement = placement or Placement(trainer_ranks=world.size)
-        self.sharded, self.defer = world.size > 1 or placement.cpu_offload, defer
+        self.sharded = world.size > 1 or placement.cpu_offload
+        self.defer = defer and not placement.cpu_offload  # whole gradients would stay on the device
         if not placement.cpu_offload:
             placed(bundle)
         blocks = [m for m in self.model.modules() if type(m).__name__ in set(self.model._no_split_modules or ())]
@@ -89,6 +90,12 @@ class Backend:
         if not self.autocast:
             return contextlib.nullcontext()
         return torch.autocast(where().type, torch.bfloat16)
+
+    def reshard(self) -> None:
+        """Gives up whole parameters that a forward pass has left behind: the root's group keeps its own for a backward pass."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def sync(self, now: bool) -> None:
         """Whether the next backward pass sums the gradients so far over ranks: said on all of them alike."""

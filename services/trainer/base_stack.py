@@ -76,7 +76,7 @@ class Stack:
             rows = [[take(i) for i in own] for own in places]
         except BodyLost as error:
             lost = str(error)
-        if self.world.any(bool(lost)):
+        if self.world.largest([float(bool(lost))])[0]:
             raise BodyLost(lost or "another rank misses a body of its rows")
         return rows
 
@@ -157,10 +157,12 @@ class Stack:
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         assert self.ema is not None
+        self.backend.reshard()  # what a forward pass has gathered is not what will stand in the shards
         self.ema.swap()
         try:
             yield
         finally:
+            self.backend.reshard()
             self.ema.swap()
 
     # figures --------------------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def _reference(doc: Any, model: Any, algorithm: Any, mode: str) -> Any:
     from shared.models.ar import packed
     from shared.models.ar.bundle import placed
 
-    given = doc["frozen"].get("algorithm.reference")
+    given = (doc.get("frozen") or {}).get("algorithm.reference")
     if not algorithm.needs_reference or _teachers(doc) or (model.lora is not None and given is None):
         return None
     bundle = _frozen(model, given or (doc["files"], doc["weights"]))
@@ -248,7 +248,7 @@ def _reference(doc: Any, model: Any, algorithm: Any, mode: str) -> Any:
 def _teachers(doc: Any) -> dict[str, Any]:
     """Domain → folders of its teacher."""
     known = "algorithm.params.teachers."
-    return {field.removeprefix(known): place for field, place in doc["frozen"].items() if field.startswith(known)}
+    return {field.removeprefix(known): place for field, place in (doc.get("frozen") or {}).items() if field.startswith(known)}
 
 
 def _frozen(model: Any, place: Any) -> Any:

@@ -114,14 +114,7 @@ class FlowStack(Stack):
         for chosen, mine in zip(updates, opened, strict=True):
             counted = float(sum(batch.heads[i].counts for i in chosen))
             rows = [row for row in mine if row.counts]
-            domains = dict.fromkeys(row.domain for row in rows) if self.teachers else [None]  # each has a teacher of its own
-            micros = [
-                list(chunk)
-                for domain in domains
-                for chunk in planner.chunks(
-                    [row for row in rows if domain in (None, row.domain)], self.section.micro_batch_size
-                )
-            ]
+            micros = [list(c) for some in self._taught(rows) for c in planner.chunks(some, self.section.micro_batch_size)]
             [most] = self.world.largest([float(len(micros))])
             found.append(Work(micros, int(most), counted, spare))
         return found
@@ -132,6 +125,12 @@ class FlowStack(Stack):
         high, low = self.world.largest([max(marks), -min(marks)])
         if high != -low:
             raise ValueError("rows of a batch differ in their sigmas, steps that draw, guidance or size: they must share them")
+
+    def _taught(self, rows: list[FlowRow]) -> list[list[FlowRow]]:
+        """All of them, or those of each domain, which has a teacher of its own."""
+        if not self.teachers:
+            return [rows]
+        return [[row for row in rows if row.domain == domain] for domain in dict.fromkeys(row.domain for row in rows)]
 
     def _all(self, work: Work) -> Iterator[list[FlowRow]]:
         """The micro-batches, and so many of nothing that all ranks have as many."""
@@ -166,11 +165,12 @@ class FlowStack(Stack):
         for chosen in groups:
             self.tick()
             self.backend.sync(last and chosen is groups[-1])
+            reference = self._referenced(rows, chosen) if self.algorithm.needs_reference else None
             found = self._replay(rows, self.backend.model, chosen)
             if not members:
                 (found.log_probs.sum() * 0).backward()  # type: ignore[no-untyped-call]
                 continue
-            micro = self._packed(rows, chosen, found, anchor)
+            micro = self._packed(rows, chosen, found, anchor, reference)
             share = len(chosen) / len(steps) * len(rows) / work.total
             loss = self.algorithm.loss(micro, tally) * share
             loss.backward()
@@ -181,12 +181,13 @@ class FlowStack(Stack):
                 tally.peak("rollout_gap_max", gap, torch.ones_like(gap))
         return total
 
-    def _packed(self, rows: Sequence[FlowRow], chosen: Sequence[int], found: Replayed, anchor: Anchor | None) -> FlowMicro:
+    def _packed(
+        self, rows: Sequence[FlowRow], chosen: Sequence[int], found: Replayed, anchor: Anchor | None, reference: Replayed | None
+    ) -> FlowMicro:
         first, device = rows[0], found.log_probs.device
         sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
         steps = [first.indices[k] for k in chosen]
         places = torch.tensor(steps, device=device)
-        reference = self._referenced(rows, chosen) if self.algorithm.needs_reference else None
         scores = [row.rollout for row in rows]
         rollout = None if any(s is None for s in scores) else torch.stack([s[list(chosen)] for s in scores if s is not None])
         return FlowMicro(

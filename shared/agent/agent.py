@@ -72,7 +72,7 @@ class Agent:
         self.silent_beats = 0
         self.stopping = StopFlag()
         self.reached = time.monotonic()
-        self.storage = storage_id(settings.state, settings.bodies)
+        self.storage = storage_id(settings)
         self.devices = Leases(
             self.client,
             self.name,

@@ -10,13 +10,18 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
+from shared.config.settings import Settings
+
 MARK = ".unimesh-storage"
 
 
-def storage_id(state: Path, bodies: str) -> str:
-    """Of the state folder and the body store's; made where there is none yet."""
-    scheme, _, path = bodies.partition(":")
-    return f"{_identity(state)} {_identity(Path(path)) if scheme in ('dir', 'shm') else bodies}"
+def storage_id(settings: Settings) -> str:
+    """Of the state folder, the body store's and that of weights; made where there is none yet."""
+    scheme, _, path = settings.bodies.partition(":")
+    bodies = _identity(Path(path)) if scheme in ("dir", "shm") else settings.bodies
+    elsewhere = settings.store is None or "://" in settings.store
+    weights = settings.store or "" if elsewhere else _identity(Path(str(settings.store)))
+    return f"{_identity(settings.state)} {bodies} {weights}".rstrip()
 
 
 def _identity(folder: Path) -> str:

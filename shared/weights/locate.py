@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from shared.config.problems import bad
 from shared.config.sections import MediaModel, Model
 from shared.config.settings import Settings
 from shared.files import fetched
-from shared.weights.store import WeightStore
+from shared.weights.store import WeightStore, here
 
 FETCHED_S = 24 * 3600.0
 """A version that was fetched is linked into the folder of the job that starts from it; its copy goes a day later."""
@@ -35,11 +36,14 @@ def locate(model: Model, settings: Settings, at: str = "model.path") -> ModelFil
         version = store.latest()
         if version is None:
             raise bad(at, model.path, f"the job has published no complete version of track {model.track!r}")
-        if store.pipeline is not None:
-            files = settings.allowed(store.pipeline, at)
-        else:
-            files = fetched(store.files, settings.fetched / "files")
-        found = ModelFiles(files, fetched(version, settings.fetched / "versions", FETCHED_S))
+        try:
+            with store.leased(int(version.parent.name), int(version.name[1:]), f"start-{uuid4().hex[:8]}"):
+                weights = here(version, settings.fetched / "versions", FETCHED_S)
+            pipeline = store.pipeline
+            files = fetched(store.files, settings.fetched / "files") if pipeline is None else settings.allowed(pipeline, at)
+        except FileNotFoundError as error:
+            raise bad(at, model.path, f"version {version.name} was collected meanwhile", "the same once more") from error
+        found = ModelFiles(files, weights)
     else:
         found = ModelFiles(settings.allowed(model.path, at), None)
     if isinstance(model, MediaModel):

@@ -19,7 +19,7 @@ from uuid import uuid4
 import msgspec
 import xxhash
 
-from shared.files import checksum, link_or_copy, local, remove
+from shared.files import checksum, fetched, link_or_copy, local, remove
 from shared.wire.codec import Buffer
 
 COMPLETE = "COMPLETE"
@@ -129,11 +129,10 @@ class WeightStore:
         target = self.path(incarnation, version)
         if (target / COMPLETE).exists():
             return 0
-        # an object store has no rename: files are written where they belong, and the marker alone says that all are there
-        temporary = target.with_name(f".{uuid4().hex}") if local(target) else target
-        if not local(target):
-            remove(target)
+        # an object store has no rename: there each attempt has a folder of its own in the version's, which the manifest names
+        temporary = target.with_name(f".{uuid4().hex}") if local(target) else target / uuid4().hex[:8]
         temporary.mkdir(parents=True, exist_ok=True)
+        complete = False
         try:
             shards = tuple(_written(temporary / name, data) for name, data in files)
             for rank in range(1, ranks):
@@ -150,16 +149,21 @@ class WeightStore:
                 source=source,
                 shards=shards,
             )
-            (temporary / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
             for path in self._parts(incarnation, version).glob("*.safetensors"):
                 link_or_copy(path, temporary / path.name)  # what fails below is done again
+            if (target / COMPLETE).exists():  # another trainer's, meanwhile
+                return 0
             if local(target):
+                (temporary / MANIFEST).write_text(_text(manifest))
                 remove(target)  # an attempt that died before its marker
                 temporary.rename(target)
+            else:
+                (target / MANIFEST).write_text(_text(_inside(manifest, temporary.name)))
+            (target / COMPLETE).write_bytes(b"")
+            complete = True
         finally:
-            if local(target):
+            if local(target) or not complete:
                 remove(temporary)
-        (target / COMPLETE).write_bytes(b"")
         if ranks > 1:
             self.drop_parts(incarnation, version)
         return sum(s.nbytes for s in shards)
@@ -201,7 +205,7 @@ class WeightStore:
                     told = True
             if time.monotonic() > until:
                 raise TimeoutError(f"rank {rank} has not written its share of version {version} for {RANKS_S:.0f} s")
-            time.sleep(0.002)
+            time.sleep(0.002 if local(word) else 0.2)
         return msgspec.json.decode(word.read_bytes(), type=tuple[Shard, ...])
 
     def drop_parts(self, incarnation: int, version: int | None = None) -> None:
@@ -234,7 +238,7 @@ class WeightStore:
 
         def renew() -> None:
             while not done.wait(LEASE_S / 4):
-                with suppress(OSError):
+                with suppress(Exception):  # libraries of stores have errors of their own; the next round tries again
                     self.hold(incarnation, version, own)
 
         self.hold(incarnation, version, own)
@@ -278,7 +282,7 @@ def read_version(folder: Path) -> list[tuple[str, Buffer]]:
         data = _read(folder / shard.file)
         if Shard(shard.file, len(data), xxhash.xxh3_64_hexdigest(data)) != shard:
             raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
-        out.append((shard.file, data))
+        out.append((shard.file.rpartition("/")[2], data))
     return out
 
 
@@ -286,9 +290,31 @@ def open_version(folder: Path, verify: bool = True) -> list[Path]:
     """Shards of the version in `folder`. FileNotFoundError if it is not complete, WeightsDamaged if its bytes are wrong."""
     manifest = _manifest(folder)
     for shard in manifest.shards:
-        if verify and _shard(folder / shard.file) != shard:
+        if verify and Shard(shard.file, (folder / shard.file).stat().st_size, checksum(folder / shard.file)) != shard:
             raise WeightsDamaged(f"{folder / shard.file} does not match its manifest")
     return [folder / shard.file for shard in manifest.shards]
+
+
+def here(folder: Path, below: Path, kept_s: float) -> Path:
+    """A complete version as a folder of this host: itself, or a copy below `below`, where copies older than `kept_s` go.
+
+    FileNotFoundError if it is not complete.
+    """
+    manifest = _manifest(folder)
+    names = {shard.file: shard.file.rpartition("/")[2] for shard in manifest.shards}
+    flat = [msgspec.structs.replace(shard, file=names[shard.file]) for shard in manifest.shards]
+    own = {MANIFEST: _text(msgspec.structs.replace(manifest, shards=tuple(flat))), COMPLETE: ""}
+    return fetched(folder, below, kept_s, names, own)
+
+
+def _inside(manifest: Manifest, attempt: str) -> Manifest:
+    """Its files stand in the folder of an attempt."""
+    shards = (msgspec.structs.replace(shard, file=f"{attempt}/{shard.file}") for shard in manifest.shards)
+    return msgspec.structs.replace(manifest, shards=tuple(shards))
+
+
+def _text(manifest: Manifest) -> str:
+    return json.dumps(msgspec.to_builtins(manifest), indent=1)
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -305,10 +331,6 @@ def _written(path: Path, pieces: Sequence[Buffer]) -> Shard:
             digest.update(piece)
             size += len(piece)
     return Shard(path.name, size, digest.hexdigest())
-
-
-def _shard(path: Path) -> Shard:
-    return Shard(path.name, path.stat().st_size, checksum(path))
 
 
 def _read(path: Path) -> Buffer:

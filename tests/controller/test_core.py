@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.controller.lifecycles.admission import launch
+from services.controller.lifecycles.admission import launch, retained
 from services.controller.lifecycles.state import (
     Append,
     BadRecord,
@@ -355,3 +355,20 @@ def test_the_retained_log_has_a_budget() -> None:
     assert said == "a checkpoint: the train log retains 150 bytes of 100"
     world.send(Saved(seq=saved.seq))
     assert world.state.root.log_bytes == 75 and len(world.flights) == 3
+
+
+def test_a_log_that_one_batch_fills_is_relieved() -> None:
+    """What is built with a batch (targets) counts when it is written: past the budget a checkpoint comes without a batch."""
+    world = started(checkpoint_every=0, log_budget=100, steps=9)
+    for group in list(world.flights.values()):
+        world.send(world.completed(group))
+    assert [a.kind for a in world.log] == ["train", "publish"]
+    world.state = msgspec.structs.replace(world.state, root=retained(world.state.root, world.log[0].seq, 600))
+    world.send(Operator(command="pause"))
+    world.send(*world.trainer())
+    world.send(*world.trainer())
+    assert [a.kind for a in world.log][-1] == "checkpoint", world.log
+    saved = world.log[-1]
+    world.send(Operator(command="resume"))
+    world.send(Saved(seq=saved.seq))
+    assert world.state.root.log_bytes == 0

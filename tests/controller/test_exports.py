@@ -41,7 +41,7 @@ def ask(api: httpx.Client, job: str, **wanted: Any) -> httpx.Response:  # noqa: 
 
 
 def taken(settings: Settings, client: Any) -> exports.Export:
-    found = exports.take(client, storage_id(settings.state, settings.bodies))
+    found = exports.take(client, storage_id(settings))
     assert found is not None
     return found
 

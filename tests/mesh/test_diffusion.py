@@ -127,6 +127,10 @@ def test_the_forward_process_teaches_and_teachers_teach(mesh: Mesh, pictures: Pa
     opd = {"algorithm": {"name": "diffusion_opd", "params": {"teachers": {"discs": f"job:{first}"}}}, "data__source": source}
     _, steps, _ = run(mesh, document(pictures, **opd))
     assert steps[0]["distill_loss"] > 0 and steps[-1]["distill_loss"] < steps[0]["distill_loss"]
+    answer = mesh.http.post(
+        "/v1/jobs", json={"document": document(pictures, **opd | {"data__source": document(pictures)["data"]["source"]})}
+    )
+    assert answer.status_code == 422 and "its domain is None: there are teachers of discs" in answer.text, answer.text
 
     after, _, _ = run(mesh, document(pictures, model__path=f"job:{first}", weights__keep=9, eval={}))
     begun = load_file(mesh.state / "jobs" / after / "weights" / "policy" / "1" / "v0" / "model.safetensors")
@@ -295,6 +299,15 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
         ({"algorithm": {"name": "grpo"}}, ["algorithm.name", "not one of pictures", "flow_grpo"]),
         ({"algorithm": {"name": "diffusion_nft"}}, ["train.ema", "moving average"]),
         ({"algorithm": {"name": "diffusion_opd", "params": {}}}, ["algorithm.params.teachers", "required"]),
+        (
+            {
+                "algorithm": {
+                    "name": "diffusion_opd",
+                    "params": {"teachers": {"x": "job:nobody"}, "guidance_scales": {"x": 4.0}},
+                },
+            },
+            ["algorithm.params.guidance_scales", "rollouts without guidance"],
+        ),
         (
             {"algorithm": {"name": "diffusion_opd", "params": {"teachers": {"x": "/nowhere"}}}},
             ["algorithm.params.teachers.x", "below a configured root"],

@@ -18,7 +18,8 @@ def main() -> None:
     torch.set_num_threads(1)
     world, folder = World(), Path(sys.argv[2])
     stack = make_stack(world, **json.loads(sys.argv[3]))
-    result = stack.train_track(read_batch(Path(sys.argv[1])))
+    for _ in range(2):  # an average differs from what is trained from the second on
+        result = stack.train_track(read_batch(Path(sys.argv[1])))
     weights = whole(stack)
     if world.first:
         save_file({n: v.contiguous() for n, v in weights.items()}, folder / "weights.safetensors")

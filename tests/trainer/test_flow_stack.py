@@ -213,9 +213,10 @@ def test_what_cannot_be_one_batch_is_refused(slices: list[list[Sample]]) -> None
     [
         {"num_updates_per_batch": 2, "micro_batch_size": 3},
         {"lora": {"rank": 2, "alpha": 4}},
+        {"lora": {"rank": 2, "alpha": 4}, "params": {"beta": 0.1}, "micro_batch_size": 1},
         {"kind": "wan22", "micro_batch_size": 3},
     ],
-    ids=["full", "lora", "wan22"],
+    ids=["full", "lora", "lora with a penalty", "wan22"],
 )
 def test_two_ranks_train_the_same(slices: list[list[Sample]], tmp_path: Path, options: dict[str, Any]) -> None:
     """Also where one rank has fewer micro-batches, since rewards failed; and with two experts, where all ranks compute by the
@@ -227,6 +228,7 @@ def test_two_ranks_train_the_same(slices: list[list[Sample]], tmp_path: Path, op
     write_batch(tmp_path / "batch", batch)
     torchrun.run("tests.trainer.flow_rank", [str(tmp_path / "batch"), str(tmp_path), json.dumps(options)])
     one = make_stack(**options)
+    one.train_track(batch)
     result = one.train_track(batch)
     updates, _ = json.loads((tmp_path / "result.json").read_text())
     found, wanted = load_file(tmp_path / "weights.safetensors"), whole(one)

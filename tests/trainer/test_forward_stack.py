@@ -117,6 +117,6 @@ def test_two_ranks_train_the_same(
     write_batch(tmp_path / "batch", batch)
     torchrun.run("tests.trainer.flow_rank", [str(tmp_path / "batch"), str(tmp_path), json.dumps(options)])
     one = make_stack(**options)
-    assert one.train_track(batch).updates == 2
+    assert [one.train_track(batch).updates for _ in range(2)] == [2, 2]
     found, wanted = load_file(tmp_path / "weights.safetensors"), whole(one)
     assert found.keys() == wanted.keys() and distance(flat({n: found[n] for n in wanted}), flat(wanted)) < 1e-5

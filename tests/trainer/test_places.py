@@ -59,14 +59,39 @@ def test_an_attempt_that_died_is_no_version_and_is_written_anew(root: Path) -> N
     (left / "more.safetensors").write_bytes(b"half")
     assert not store.has(1, 3)
     store.publish(1, 3, files(b"whole"))
-    assert [name for name, _ in store.read(1, 3)] == ["model.safetensors"] and not (left / "more.safetensors").exists()
+    assert [(name, bytes(data)) for name, data in store.read(1, 3)] == [("model.safetensors", b"whole!")]
+
+
+def test_another_attempt_changes_nothing_that_is_complete(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that was replaced still writes while its successor completes the version; both have begun without a marker."""
+    store, other = WeightStore(root, "policy"), WeightStore(root, "policy")
+
+    def late() -> Iterator[tuple[str, list[bytes]]]:
+        yield from files(b"old")
+        other.publish(1, 7, files(b"new"))
+
+    assert store.publish(1, 7, late()) == 0
+    assert bytes(store.read(1, 7)[0][1]) == b"new!"
+    assert len([*store.path(1, 7).glob("*.safetensors"), *store.path(1, 7).glob("*/*.safetensors")]) == 1
+
+
+def test_a_copy_is_a_version_too(root: Path, tmp_path: Path) -> None:
+    store = WeightStore(root, "policy")
+    store.publish(1, 7, [("adapter_config.json", [b"{}"]), *files(b"seven")])
+    copy = weight_store.here(store.path(1, 7), tmp_path / "fetched", 3600)
+    assert local(copy) and {path.name for path in weight_store.open_version(copy)} == {
+        "adapter_config.json",
+        "model.safetensors",
+    }
+    assert (copy / "model.safetensors").read_bytes() == b"seven!"
 
 
 def test_damage_is_seen_and_dropped(root: Path) -> None:
     store = WeightStore(root, "policy")
     store.publish(1, 0, files(b"zero"))
     store.publish(1, 1, files(b"one"))
-    (store.path(1, 0) / "model.safetensors").write_bytes(b"ZERO!")
+    [shard] = store.open(1, 0)
+    shard.write_bytes(b"ZERO!")
     with pytest.raises(WeightsDamaged):
         store.read(1, 0)
     assert store.drop_damaged(1) == [0] and store.versions(1) == [1]

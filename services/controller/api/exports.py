@@ -69,7 +69,7 @@ def exports_router(core: Core) -> APIRouter:
             at=time.time(),
         )
         exports.hold(core.settings, own)
-        exports.ask(core.client, own, storage_id(core.settings.state, core.settings.bodies))
+        exports.ask(core.client, own, storage_id(core.settings))
         return _view(own)
 
     @router.get("/{export}")

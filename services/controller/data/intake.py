@@ -78,6 +78,13 @@ class MediaIntake:
         return Example(self.prompt(record), [], [], str(path))
 
 
+def check_taught(recipe: Any, record: Record) -> None:
+    """BadPrompt for a record whose domain has no teacher, where prompts have one for each."""
+    teachers = recipe.algorithm.params.get("teachers")
+    if teachers and record.metadata.get("domain") not in teachers:
+        raise BadPrompt(f"its domain is {record.metadata.get('domain')!r}: there are teachers of {', '.join(teachers)}")
+
+
 class Intake:
     """One model's tokenizer and chat template. Knows the context length and the stop tokens."""
 

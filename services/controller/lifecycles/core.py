@@ -275,7 +275,7 @@ class Transition:
                 self.finish()
         if not self.plan.route and self.root.phase in ("running", "finishing"):
             evaluation.ask(self)
-        if self.wants_checkpoint and self.root.phase == "running":
+        if (self.wants_checkpoint or self.overfull()) and self.root.phase == "running":
             self.append("checkpoint")  # last: its state is that of the end of this commit
         if self.root.phase == "finishing":
             self.conclude()
@@ -335,6 +335,11 @@ class Transition:
         full = self.root.log_bytes >= 0.7 * self.plan.log_budget
         waiting = any(r.kind == "checkpoint" for r in self.root.records)
         return bool(every and (self.root.batches + 1) % every == 0) or (full and not waiting)
+
+    def overfull(self) -> bool:
+        """What was built with a batch has filled the log, and no batch that would bring a checkpoint is about to form."""
+        full = self.root.log_bytes >= 0.7 * self.plan.log_budget
+        return full and not any(r.kind in ("train", "checkpoint") for r in self.root.records)
 
     def append(self, kind: Any, groups: tuple[Group, ...] = (), **more: Any) -> None:
         """`more`: as in Append."""

@@ -235,6 +235,10 @@ def check_media(recipe: DiffusionRecipe) -> None:
         field = "eta" if sampling.eta == 0 else "sde_indices"
         value = getattr(sampling, field)
         raise bad(f"rollout.sampling.{field}", value, f"{recipe.algorithm.name} learns from steps that draw", "some noise")
+    guided = {d: scale for d, scale in recipe.algorithm.params.get("guidance_scales", {}).items() if scale > 1}
+    if guided and sampling.guidance_scale <= 1:
+        why = "rollouts without guidance carry no negative prompt for a teacher's"
+        raise bad("algorithm.params.guidance_scales", guided, why, "at most 1, or rollout.sampling.guidance_scale above 1")
     if sampling.kernel == "cps" and _divides_by_std(recipe.algorithm):
         last = sampling.num_inference_steps - 1
         drawing = {i for batch in range(min(recipe.steps, 1000)) for i in _drawing(sampling, batch)}

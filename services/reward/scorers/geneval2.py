@@ -45,18 +45,23 @@ class Geneval2Scorer:
         self.caller = Caller(authorization(params), *limits, transport=transport)
 
     def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
-        """None where the model could not be asked."""
-        return self.caller.each(self._one, rows)
+        """None where the model could not be asked. ValueError for a row without questions, or without a picture."""
+        asked = [(data_url(frames(row, 1)[0]), self._questions(row)) for row in rows]
+        return self.caller.each(lambda one: self._one(*one), asked)
 
-    def _one(self, row: RewardRequest) -> float | None:
-        asked = row.metadata.get(self.params.field)
-        if not isinstance(asked, list) or not asked:
+    def _questions(self, row: RewardRequest) -> list[tuple[str, set[str]]]:
+        """Each with the beginnings of its right answer."""
+        listed = row.metadata.get(self.params.field)
+        good = isinstance(listed, list) and listed and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in listed)
+        if not good:
             raise ValueError(f"{row.sample_id}: its record has no list {self.params.field!r} of [question, answer]")
-        picture = data_url(frames(row, 1)[0])
-        scores = [self._probability(picture, str(question), str(answer)) for question, answer in asked]
-        return means(scores)[self.params.reduce]
+        assert isinstance(listed, list)
+        return [(str(question), set(surface_forms(str(question), str(answer)))) for question, answer in listed]
 
-    def _probability(self, picture: str, question: str, answer: str) -> float:
+    def _one(self, picture: str, asked: list[tuple[str, set[str]]]) -> float:
+        return means([self._probability(picture, question, forms) for question, forms in asked])[self.params.reduce]
+
+    def _probability(self, picture: str, question: str, forms: set[str]) -> float:
         p = self.params
         content = [
             {"type": "image_url", "image_url": {"url": picture}},
@@ -72,5 +77,4 @@ class Geneval2Scorer:
         }
         said = self.caller.post(f"{p.base_url.rstrip('/')}/chat/completions", body)
         tops = said["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        forms = set(surface_forms(question, answer))
         return float(min(1.0, sum(math.exp(top["logprob"]) for top in tops if top["token"] in forms)))

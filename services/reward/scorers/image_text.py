@@ -39,12 +39,12 @@ class ClipModel:
             folder = from_environment().allowed(path, "path")
             if not (folder / "preprocessor_config.json").exists():
                 raise bad("path", path, "the folder has no preprocessor_config.json", "a CLIP model's folder")
-            self.model = CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+            how: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.model = CLIPModel.from_pretrained(folder, **how).eval().to(self.device)
             self.processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise bad("path", path, str(error), f"a folder with the files of {DOWNLOADS[name]}") from error
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model.to(self.device)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise bad("path", path, str(error)[:300], f"a folder with the files of {DOWNLOADS[name]}") from error
         self.batch_size = batch_size
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from services.reward.scorers.pictures import frames_of
+from services.reward.scorers.images import frames
 from shared.config.builtin import Ocr
 from shared.types.rewards import RewardRequest
 
@@ -88,11 +88,11 @@ class OcrScorer:
         return [self._one(row) for row in rows]
 
     def _one(self, row: RewardRequest) -> float:
-        target, frames = target_of(row.prompt), frames_of(row)
-        places = np.unique(np.linspace(0, len(frames) - 1, self.params.frames).round().astype(int))
-        return max(compared(self.read(frames[k]), target)[self.params.reward] for k in places)
+        target = target_of(row.prompt)
+        shown = (np.asarray(frame) for frame in frames(row, self.params.frames))
+        return max(compared(self.read(frame), target)[self.params.reward] for frame in shown)
 
     def read(self, frame: np.ndarray[Any, Any]) -> str:
         """Normalized."""
         found: Any = self.engine(np.ascontiguousarray(frame[:, :, ::-1]))  # it takes blue first
-        return normalized("".join(found.txts or ()))
+        return normalized(joined([{"rec_texts": list(found.txts or ())}]))

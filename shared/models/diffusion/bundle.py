@@ -71,8 +71,10 @@ def load_version(model: Any, weights: Path) -> None:
         model.load_state_dict(tensors)
         return
     adapter = lora.read_config(weights)
-    if (adapter.base / COMPLETE).exists():  # a version too; otherwise the pipeline, whose weights the model has
+    if (adapter.base / COMPLETE).exists():
         load_version(model, adapter.base)
+    elif not (adapter.base / "model_index.json").exists():  # a pipeline, whose weights the model has
+        raise ValueError(f"{weights} is an adapter of {adapter.base}, where no weights are")
     lora.merge_into(model, adapter, tensors)
 
 

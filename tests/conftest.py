@@ -20,6 +20,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+LONG = (
+    "tests/mesh/",
+    "tests/trainer/test_ranks",
+    "tests/trainer/test_f",
+    "tests/trainer/test_crash",
+    "tests/trainer/test_places",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: two processes share the files in this order, and end together."""
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Redis of the tests' own: the embedded server, or with UNIMESH_TEST_REDIS=container one in Docker."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import fsspec
 import httpx
 
 SERVER = """
@@ -37,6 +38,7 @@ def object_store(bucket: str = "weights") -> Iterator[tuple[str, dict[str, str]]
             except httpx.HTTPError:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # those of another server's address
         keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
         yield f"s3://{bucket}", keys | {"AWS_ENDPOINT_URL": address}
     finally:

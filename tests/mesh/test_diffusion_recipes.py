@@ -1,4 +1,5 @@
-"""Every recipe of the diffusion domain, for two steps on a tiny model of its family with random weights."""
+"""Recipes of the diffusion domain, for two steps on a tiny model of their family with random weights: one for each family and
+algorithm that test_diffusion.py does not run."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from tests.models.tiny_pipelines import TINY
 from tests.models.tiny_sd3 import make_folder as make_sd3
 
 RECIPES = [name for name in listed() if name.startswith("diffusion/") and name != "diffusion/demo"]
-SAMPLERS = ("diffusion/sd3_dance_grpo", "diffusion/sd3_mix_grpo")
-"""The same family and algorithm as sd3_flow_grpo; their kernel and windows run in test_diffusion.py."""
+ELSEWHERE = {name for name in RECIPES if name.startswith("diffusion/sd3_") and not name.endswith("_cps")}
+ELSEWHERE |= {"diffusion/wan21_flow_grpo", "diffusion/wan22_flow_grpo"}
+"""test_diffusion.py trains these families by these algorithms, with their kernels and windows."""
 PROMPTS = ("a red disc", "a blue square", "a green triangle", "a yellow disc")
 
 
@@ -34,7 +36,7 @@ def folder_of(family: str, folders: dict[str, Path], root: Path) -> Path:
     return folders[family]
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SAMPLERS])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ELSEWHERE])
 def test_a_recipe_runs(mesh: Mesh, folders: dict[str, Path], model_folder: Path, name: str) -> None:
     root = model_folder.parent
     paths = [f"{place}.source.params.path={root / 'shapes.jsonl'}" for place in ("data", "eval.fixed")]
@@ -49,7 +51,6 @@ def test_a_recipe_runs(mesh: Mesh, folders: dict[str, Path], model_folder: Path,
     overrides = [
         f"model.path={folder}",
         *paths,
-        *teachers(name, root),
         *(f"rollout.sampling.{key}={value}" for key, value in (("height", height), ("width", width))),
         f"rollout.sampling.num_frames={min(frames, 5)}",
         f"rollout.sampling.num_inference_steps={min(steps + 1, sampling['num_inference_steps'])}",
@@ -72,10 +73,3 @@ def test_a_recipe_runs(mesh: Mesh, folders: dict[str, Path], model_folder: Path,
         assert step["updates"] >= 1 and step["grad_norm"] > 0, step
         if "ratio_mean" in step and step["updates"] == 1:
             assert step["ratio_mean"] == 1.0
-
-
-def teachers(name: str, root: Path) -> list[str]:
-    """One that knows something else."""
-    if not name.endswith("opd"):
-        return []
-    return [f"+algorithm.params.teachers.shapes={make_sd3(root / 'teacher-of-shapes', seed=9)}"]

@@ -136,7 +136,7 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-BOTH = ("full", "packed adapters")
+BOTH = ("full",)
 """Those that are compared in fp32 too."""
 
 

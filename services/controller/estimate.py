@@ -41,7 +41,7 @@ def estimate(job: Job) -> dict[str, Any]:
         found["tokens_per_step"] = tokens * plan.batch_size
         found["bytes_per_group"] = tokens * BYTES_A_TOKEN
         found["log_bytes_per_step"] = tokens * BYTES_A_TOKEN * plan.batch_size
-    files = ModelFiles(Path(job.doc.files), Path(job.doc.weights) if job.doc.weights else None)
+    files = ModelFiles.of(job.doc.files, job.doc.weights)
     if recipe.model.lora is not None:
         found["adapted_modules"] = adapted(recipe.model, files)
     place = files.weights or files.files

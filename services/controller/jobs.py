@@ -125,7 +125,7 @@ def prepare(document: Any, settings: Settings) -> Job:
 def open_job(doc: JobDoc, settings: Settings) -> Job:
     """The job's sources and tokenizers."""
     recipe, plan = lifecycles.parse(doc.recipe)
-    files = ModelFiles(Path(doc.files), Path(doc.weights) if doc.weights else None)
+    files = ModelFiles.of(doc.files, doc.weights)
     media = isinstance(recipe.model, MediaModel)
     intake: Any
     if media:
@@ -154,10 +154,9 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
 
 def _fingerprints(job: Job) -> dict[str, str]:
     evaluated = {f"eval.{name}.source": data.source.fingerprint for name, (data, _) in job.suites.items()}
-    files = ModelFiles(Path(job.doc.files), Path(job.doc.weights) if job.doc.weights else None)
+    files = ModelFiles.of(job.doc.files, job.doc.weights)
     found = {"data.source": job.train.source.fingerprint, "model.path": fingerprint(files)} | evaluated
-    for field, (files_of, weights_of) in job.doc.frozen.items():
-        found[field] = fingerprint(ModelFiles(Path(files_of), Path(weights_of) if weights_of else None))
+    found |= {field: fingerprint(ModelFiles.of(*place)) for field, place in job.doc.frozen.items()}
     return found
 
 

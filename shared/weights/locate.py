@@ -25,6 +25,11 @@ class ModelFiles:
     weights: Path | None
     """Folder of a complete version in a weights store; None: the weights stand in `files`."""
 
+    @classmethod
+    def of(cls, files: str, weights: str | None) -> ModelFiles:
+        """As a job's document names them."""
+        return cls(Path(files), Path(weights) if weights else None)
+
 
 def locate(model: Model, settings: Settings, at: str = "model.path") -> ModelFiles:
     """BadInput if the folder is not below a configured root, or lacks a config or tokenizer."""

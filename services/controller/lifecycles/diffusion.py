@@ -148,25 +148,25 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
 
 def check_picture(recipe: Any, folder: Path) -> None:
     """Of pictures to imitate: as check_size."""
-    cell = _cell(recipe, folder)
-    for field in ("height", "width"):
-        if (value := getattr(recipe.picture, field)) % cell:
-            nearest = str(max(cell, round(value / cell) * cell))
-            raise bad(f"picture.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest)
+    _check_cells(recipe, folder, "picture", recipe.picture)
 
 
 def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
     """Against the pipeline's own configs, before anything loads. BadInput names the nearest legal value."""
-    cell, index = _cell(recipe, folder), json.loads((folder / "model_index.json").read_text())
+    index = json.loads((folder / "model_index.json").read_text())
     for place, sampling in recipe.made().items():
-        for field in ("height", "width"):
-            value = getattr(sampling, field)
-            if value % cell:
-                nearest = str(max(cell, round(value / cell) * cell))
-                raise bad(f"{place}.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest)
+        _check_cells(recipe, folder, place, sampling)
         if index.get("is_distilled") and sampling.guidance_scale > 1:
             why = "this model is distilled: guidance is in it, and another one would spoil it"
             raise bad(f"{place}.guidance_scale", sampling.guidance_scale, why, "1")
+
+
+def _check_cells(recipe: Any, folder: Path, place: str, size: Any) -> None:
+    cell = _cell(recipe, folder)
+    for field in ("height", "width"):
+        if (value := getattr(size, field)) % cell:
+            nearest = str(max(cell, round(value / cell) * cell))
+            raise bad(f"{place}.{field}", value, f"must be a multiple of {cell} for this {recipe.model.family}", nearest)
 
 
 def sigmas_of(recipe: DiffusionRecipe, folder: Path, sampling: MediaSampling) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.reward.scorers.http import Caller, authorization
-from services.reward.scorers.images import data_url, frames
+from services.reward.scorers.images import frames, message_part
 from shared.config.builtin import Geneval2
 from shared.types.rewards import RewardRequest
 
@@ -46,7 +46,7 @@ class Geneval2Scorer:
 
     def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
         """None where the model could not be asked. ValueError for a row without questions, or without a picture."""
-        asked = [(data_url(frames(row, 1)[0]), self._questions(row)) for row in rows]
+        asked = [(message_part(frames(row, 1)[0]), self._questions(row)) for row in rows]
         return self.caller.each(lambda one: self._one(*one), asked)
 
     def _questions(self, row: RewardRequest) -> list[tuple[str, set[str]]]:
@@ -58,15 +58,12 @@ class Geneval2Scorer:
         assert isinstance(listed, list)
         return [(str(question), set(surface_forms(str(question), str(answer)))) for question, answer in listed]
 
-    def _one(self, picture: str, asked: list[tuple[str, set[str]]]) -> float:
+    def _one(self, picture: dict[str, Any], asked: list[tuple[str, set[str]]]) -> float:
         return means([self._probability(picture, question, forms) for question, forms in asked])[self.params.reduce]
 
-    def _probability(self, picture: str, question: str, forms: set[str]) -> float:
+    def _probability(self, picture: dict[str, Any], question: str, forms: set[str]) -> float:
         p = self.params
-        content = [
-            {"type": "image_url", "image_url": {"url": picture}},
-            {"type": "text", "text": f"{question} {p.instruction}"},
-        ]
+        content = [picture, {"type": "text", "text": f"{question} {p.instruction}"}]
         body = {
             "model": p.model,
             "messages": [{"role": "user", "content": content}],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -19,8 +20,9 @@ def frames(row: RewardRequest, count: int) -> list[Image.Image]:
     return [Image.fromarray(held[k]) for k in places]
 
 
-def data_url(picture: Image.Image) -> str:
-    """PNG."""
+def message_part(picture: Image.Image) -> dict[str, Any]:
+    """As messages of an OpenAI-compatible API hold it: PNG."""
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}

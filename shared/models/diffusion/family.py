@@ -141,14 +141,19 @@ def mode(pipe: Any, pixels: Tensor) -> Tensor:
 
 def normalized(vae: Any, x: Tensor) -> Tensor:
     """The inverse of per_channel."""
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(x) for v in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = _moments(vae, x)
     return (x - mean) / std
 
 
 def per_channel(vae: Any, x: Tensor) -> Tensor:
     """Undoes the normalization of VAEs with a mean and a std a channel; x [B, C, F, H, W]."""
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(x) for v in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = _moments(vae, x)
     return x * std + mean
+
+
+def _moments(vae: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(x) for v in (vae.config.latents_mean, vae.config.latents_std))
+    return mean, std
 
 
 def video_shape(pipe: Any, channels: int, height: int, width: int, frames: int) -> tuple[int, ...]:

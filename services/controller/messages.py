@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
-import numpy as np
 
+from services.controller import targets
 from services.controller.data.intake import BadPrompt, Example, MediaIntake, check_taught
 from services.controller.jobs import Job
 from services.controller.lifecycles.state import (
@@ -32,9 +32,8 @@ from services.controller.scoring import train_slices
 from shared.config.sections import Advantage
 from shared.types.ids import root_id
 from shared.types.params import ARSamplingParams, DiffusionSamplingParams
-from shared.types.part import Media, Part, Text
+from shared.types.part import Part
 from shared.types.sample import Sample
-from shared.types.segments import TextSegment
 from shared.wire import codec
 from shared.wire.bodies import REDIS_LIMIT, BodyStore
 from shared.wire.codec import pack
@@ -260,45 +259,10 @@ class Writer:
         """sft: prompts and targets as one body; the trainer builds the loss from them."""
         if not found:
             return (), []
-        roots, examples = tuple(root for root, _ in found), [example for _, example in found]
         if isinstance(self.job.train.intake, MediaIntake):
-            return self._pictures(roots, examples, shelf)
-        inputs = Part(
-            sample_ids=roots,
-            primitives={"text": tuple(Text(e.prompt.text) for e in examples)},
-            segment=TextSegment.of([e.prompt.tokens for e in examples]),
-        )
-        targets = TextSegment.of([e.target for e in examples])
-        mask = np.concatenate([np.asarray(e.mask, np.uint8) for e in examples])
-        ids = tuple(f"{root}/0" for root in roots)
-        lengths = tuple(targets.lengths.tolist())
-        output = Part(
-            sample_ids=ids,
-            role="assistant",
-            track="policy",
-            sampling_params=ARSamplingParams(max_new_tokens=max(lengths)),
-            segment=targets if mask.all() else msgspec.structs.replace(targets, loss_mask=mask),
-            output_version=np.zeros(len(ids), np.int64),
-        )
-        return self._written(Sample((inputs, output)), PartHead(ids=ids, track="policy", lengths=lengths), shelf)
-
-    def _pictures(
-        self, roots: tuple[str, ...], examples: Sequence[Example], shelf: int
-    ) -> tuple[Sequence[TrainSlice], list[Write]]:
-        """Prompts, and where the pictures lie: the trainer opens and encodes them."""
-        size, ids = self.job.recipe.picture, tuple(f"{root}/0" for root in roots)
-        texts, files = (Text(e.prompt.text) for e in examples), (Media(mime="image/file", uri=e.picture) for e in examples)
-        output = Part(
-            sample_ids=ids,
-            role="assistant",
-            track="policy",
-            sampling_params=DiffusionSamplingParams(num_inference_steps=1, height=size.height, width=size.width),
-            primitives={"image": tuple(files)},
-        )
-        inputs = Part(sample_ids=roots, primitives={"text": tuple(texts)})
-        return self._written(Sample((inputs, output)), PartHead(ids=ids, track="policy"), shelf)
-
-    def _written(self, sample: Sample, about: PartHead, shelf: int) -> tuple[Sequence[TrainSlice], list[Write]]:
+            sample, about = targets.pictures(found, self.job.recipe.picture.height, self.job.recipe.picture.width)
+        else:
+            sample, about = targets.texts(found)
         name = f"records.{uuid4().hex[:8]}"
         ref, small = self.store.place(shelf, name, codec.encode_parts([sample]))
         writes = [] if small is None else [hset(self.keys.shelf(shelf), {name: small})]

@@ -133,9 +133,8 @@ def test_who_drains_keeps_its_devices(settings: Settings, folder: Path, client: 
     short = replace(settings, lease_s=1)
     agent, other = make(short, lambda: GPUS[:1]), make(short, lambda: GPUS[:1])
     with running(other), running(agent):
-        soon(lambda: (agent.devices.ready and seen(agent, folder)) or other.devices.ready)
-        first, second = (agent, other) if agent.devices.ready else (other, agent)
-        child = first.child
+        first = soon(lambda: next((one for one in (agent, other) if one.devices.ready and seen(one, folder)), None))
+        second, child = other if first is agent else agent, first.child
         assert child is not None and not second.devices.ready
         first.stopping.set()
         ttl = first.devices.ttl_ms / 1000

@@ -130,7 +130,8 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     intake: Any
     if media:
         (check_size if plan.route else check_picture)(recipe, files.files)
-        intake = MediaIntake(files.files, recipe.data, settings.allowed)
+        facts = specs.find("family", recipe.model.family, "model.family").flags
+        intake = MediaIntake(files.files, recipe.data, settings.allowed, facts["pictured"])
     else:
         intake = Intake(files.files, recipe.data, recipe.rollout.sampling.max_new_tokens if plan.route else 1)
     train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)
@@ -249,6 +250,8 @@ def _check_records(source: Source, intake: Any, at: str, recipe: Recipe) -> None
             if isinstance(error, TooLong) and intake.data.on_long == "drop":
                 continue
             legal = f"1 to {intake.limit} tokens" if intake.limit else "at least 1 token"
+            if isinstance(intake, MediaIntake):
+                legal = "a text, not empty, with a reference" if intake.pictured else "a text, not empty, and no reference"
             if targets:
                 legal = "a target of at least 1 token that fits behind its prompt"
             problems.append(Problem(field=f"{at} record {row + 1}", message=str(error), legal=legal))

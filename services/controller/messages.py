@@ -27,6 +27,7 @@ from services.controller.lifecycles.state import (
     State,
     Stepped,
 )
+from services.controller.previews import Previews, media_of
 from services.controller.restore import cut
 from services.controller.scoring import train_slices
 from shared.config.sections import Advantage
@@ -79,8 +80,8 @@ def _drawing(sample: Sample, steps: tuple[int, ...]) -> Sample:
 class Writer:
     """Builds the writes of one commit. Reads data sources and bodies; writes nothing itself except bodies of files."""
 
-    def __init__(self, job: Job, store: BodyStore) -> None:
-        self.job, self.store, self.keys, self.plan = job, store, job.keys, job.doc.plan
+    def __init__(self, job: Job, store: BodyStore, previews: Previews) -> None:
+        self.job, self.store, self.keys, self.plan, self.previews = job, store, job.keys, job.doc.plan, previews
         self.prepared: dict[int, Request] = {}
         self.retained: list[tuple[int, int]] = []
         """Records of the last writes whose bodies were built here: their numbers, and bytes."""
@@ -173,6 +174,7 @@ class Writer:
             track=self.plan.branches[0].track,
             texts=[prompt.text],
             tokens=[prompt.tokens] if prompt.tokens else None,
+            references=[prompt.reference] if prompt.reference else None,
             metadata=[record.metadata],
         )
         spans = ((0, n),) if suite else self.plan.slices()
@@ -315,9 +317,10 @@ class Writer:
         previews = []
         for index, ref, reward in sorted(run.previews):
             try:
-                [sample] = codec.decode(self.store.load(ref), list[Sample])
+                [sample] = codec.decode(self.store.glance(ref), list[Sample])
             except (BodyLost, WireError):
                 continue  # it is for people only
+            shown = media_of(sample.frontier).get(sample.frontier.sample_ids[0])
             previews.append(
                 {
                     "index": index,
@@ -325,6 +328,7 @@ class Writer:
                     "completion": sample.frontier.text[0] if "text" in sample.frontier.primitives else "",
                     "metadata": dict(sample.parts[0].metadata[0]) if sample.parts[0].metadata else {},
                     "reward": reward,
+                    "picture": shown is not None and self.previews.keep("evals", run.key, index, shown),
                 }
             )
         return {

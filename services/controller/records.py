@@ -20,6 +20,8 @@ import msgspec
 import redis
 import structlog
 
+from services.controller.previews import Previews, media_of
+from shared.types.part import Media
 from shared.types.sample import Sample
 from shared.wire import codec
 from shared.wire.bodies import BodyStore
@@ -44,8 +46,12 @@ CREATE INDEX IF NOT EXISTS by_step ON groups (step, root);
 CREATE INDEX IF NOT EXISTS by_root ON groups (root);
 """
 NICENESS = 10
+PICTURES = 4
+"""Previews of a group."""
 FAULTS = (redis.RedisError, sqlite3.Error, OSError, WireError)
 Texts = dict[str, tuple[str, str]]
+Shown = tuple[Texts, tuple[str, ...]]
+"""Texts by sample, and the samples of which previews were kept."""
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -57,6 +63,8 @@ class Trained(msgspec.Struct, frozen=True):
     incarnation: int
     texts: Texts
     """Sample id → (prompt, completion) of those whose text is kept."""
+    pictures: tuple[str, ...] = ()
+    """Samples of which there is a preview."""
 
     def samples(self, step: int) -> Iterator[dict[str, Any]]:
         first = 0
@@ -88,6 +96,7 @@ class Trained(msgspec.Struct, frozen=True):
                     "seconds": {span.name: span.seconds for span in head.spans},
                     "prompt": prompt,
                     "completion": completion,
+                    "picture": name in self.pictures,
                 }
 
 
@@ -129,13 +138,13 @@ class Records:
         return (row[0], row[1]) if row else (0, 0)
 
     @staticmethod
-    def add(connection: sqlite3.Connection, entries: Sequence[tuple[LogEntry, Texts]], keep_steps: int) -> None:
+    def add(connection: sqlite3.Connection, entries: Sequence[tuple[LogEntry, Shown]], keep_steps: int) -> None:
         """Records of the log, in order. What an older history had written of the same or later steps is taken back."""
         with connection:
-            for entry, texts in entries:
+            for entry, shown in entries:
                 if entry.kind == "train":
                     connection.execute("DELETE FROM groups WHERE step >= ? OR step <= ?", (entry.step, entry.step - keep_steps))
-                    connection.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", _rows(entry, texts))
+                    connection.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", _rows(entry, *shown))
             last = entries[-1][0]
             connection.execute("DELETE FROM place")
             connection.execute("INSERT INTO place VALUES (?, ?)", (last.incarnation, last.seq))
@@ -184,12 +193,12 @@ class Records:
             rows = connection.execute("SELECT data FROM groups WHERE step = ? ORDER BY root", (step,)).fetchall()
         return [(kept.note, kept.slices) for kept in (unpack(data, Trained) for (data,) in rows)]
 
-    def body(self, gid: str, name: str) -> BodyRef | None:
-        """Where the message of a sample's slice lies (or lay)."""
+    def place_of(self, gid: str, name: str) -> tuple[int, BodyRef | None] | None:
+        """A sample's step, and where the message of its slice lies (or lay); None for one that is not known."""
         with self.open() as connection:
-            row = connection.execute("SELECT data FROM groups WHERE gid = ?", (gid,)).fetchone()
-        slices = unpack(row[0], Trained).slices if row is not None else ()
-        return next((s.head.body for s in slices if any(name in part.ids for part in s.head.parts)), None)
+            row = connection.execute("SELECT step, data FROM groups WHERE gid = ?", (gid,)).fetchone()
+        slices = unpack(row[1], Trained).slices if row is not None else ()
+        return next(((row[0], s.head.body) for s in slices if any(name in part.ids for part in s.head.parts)), None)
 
     def lineage(self, name: str) -> list[dict[str, Any]]:
         """Every trained issue of a root, group or sample, with its samples."""
@@ -213,27 +222,30 @@ class Records:
         return sorted(found, key=lambda group: group["issue"])
 
 
-def _rows(entry: LogEntry, texts: Texts) -> Iterator[tuple[Any, ...]]:
+def _rows(entry: LogEntry, texts: Texts, pictures: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
     slices = iter(entry.slices)
     for note in entry.groups:
         own = tuple(next(slices) for _ in range(note.slices))
         rewards = [r for s in own for column in s.rewards for r in column or () if math.isfinite(r)]
         status = " ".join(sorted({word for s in own for part in s.head.parts for word in part.status or ("ok",)}))
         names = {i for s in own for part in s.head.parts for i in part.ids} if texts else set()
-        kept = Trained(note, own, entry.seq, entry.incarnation, {i: t for i, t in texts.items() if i in names})
+        said, seen = {i: t for i, t in texts.items() if i in names}, tuple(i for i in pictures if i in names)
+        kept = Trained(note, own, entry.seq, entry.incarnation, said, seen)
         low, high = (min(rewards), max(rewards)) if rewards else (None, None)
         yield note.gid, note.gid.partition("#")[0], entry.step, low, high, status, codec.pack(kept)
 
 
-def texts_of(body: codec.Buffer) -> Texts:
-    """Sample id → (prompt, completion) of the generated rows of a slice that hold text."""
-    found: Texts = {}
+def shown_of(body: codec.Buffer) -> tuple[Texts, dict[str, Media]]:
+    """Of the generated rows of a slice, by sample id: (prompt, completion), and pictures."""
+    texts: Texts = {}
+    pictures: dict[str, Media] = {}
     for sample in codec.decode(body, list[Sample]):
         prompts = dict(zip(sample.parts[0].sample_ids, sample.parts[0].text, strict=False))
         for part in sample.gen_parts:
-            if "text" in part.primitives:
-                found |= {i: (prompts.get(i.partition("/")[0], ""), t) for i, t in zip(part.sample_ids, part.text, strict=True)}
-    return found
+            said = part.text if "text" in part.primitives else ("",) * len(part)
+            texts |= {i: (prompts.get(i.partition("/")[0], ""), t) for i, t in zip(part.sample_ids, said, strict=True)}
+            pictures |= media_of(part)
+    return texts, pictures
 
 
 class Recorder:
@@ -245,13 +257,14 @@ class Recorder:
         keys: JobKeys,
         store: BodyStore,
         records: Records,
+        previews: Previews,
         texts: int,
         keep_steps: int,
         otlp: str | None = None,
     ) -> None:
         """`texts`: groups of each step whose text is kept. `otlp`: a collector that gets spans of what is recorded."""
         self.client, self.keys, self.store, self.records = client, keys, store, records
-        self.texts, self.keep_steps, self.otlp = texts, keep_steps, otlp
+        self.previews, self.texts, self.keep_steps, self.otlp = previews, texts, keep_steps, otlp
         self.connection: sqlite3.Connection | None = None
         self.telemetry: Telemetry | None = None
         self.told = "0"
@@ -316,7 +329,7 @@ class Recorder:
             rows = self.client.xrange(self.keys.log, start, "+", count=count)
             entries = [unpack(fields[b"e"], LogEntry) for _, fields in rows]
             if entries:
-                self.records.add(self.connection, list(zip(entries, self._texts(entries), strict=True)), self.keep_steps)
+                self.records.add(self.connection, list(zip(entries, self._shown(entries), strict=True)), self.keep_steps)
             if self.telemetry is not None:
                 self._tell(self.telemetry, entries)
             return len(entries)
@@ -330,29 +343,39 @@ class Recorder:
             self.told = text(entry_id)
             telemetry.step(int(fields[b"step"]), unpack(fields[b"t"], tuple[Span, ...]))
 
-    def _texts(self, entries: Sequence[LogEntry]) -> list[Texts]:
-        """Of the first groups of each record, in one round trip."""
+    def _shown(self, entries: Sequence[LogEntry]) -> list[Shown]:
+        """Of the first groups of each record, in one round trip; previews of their pictures are kept."""
         counts = [sum(note.slices for note in entry.groups[: self.texts]) for entry in entries]
         heads = [
             [p.head for p in entry.slices[:n] if p.head.body is not None] for entry, n in zip(entries, counts, strict=True)
         ]
         bodies = self._bodies([head.body for own in heads for head in own if head.body is not None])
-        found: list[Texts] = []
-        for own in heads:
+        found: list[Shown] = []
+        for entry, own in zip(entries, heads, strict=True):
             texts: Texts = {}
+            kept: list[str] = []
+            if entry.kind == "train":
+                self.previews.forget(entry.step - self.keep_steps + 1, entry.step)
             for head in own:
                 try:
                     if head.body is not None and head.body.uri in bodies:
-                        texts |= texts_of(bodies[head.body.uri])
+                        said, pictures = shown_of(bodies[head.body.uri])
+                        texts |= said
+                        for name, media in pictures.items():
+                            few = sum(k.partition("/")[0] == name.partition("/")[0] for k in kept) < PICTURES
+                            if few and self.previews.keep("steps", entry.step, name, media):
+                                kept.append(name)
                 except (WireError, ValueError) as error:
                     log.info("no text of this group: %s", error, extra={"gid": head.parts[0].ids[0]})
-            found.append(texts)
+            found.append((texts, tuple(kept)))
         return found
 
     def _bodies(self, refs: Sequence[BodyRef]) -> dict[str, codec.Buffer]:
         """Those that can still be had, by their uri."""
         try:
-            return dict(zip((ref.uri for ref in refs), self.store.load_many(refs), strict=True))
+            small = [ref for ref in refs if self.store.in_redis(ref)]
+            found = dict(zip((ref.uri for ref in small), self.store.load_many(small), strict=True))
+            return found | {ref.uri: self.store.glance(ref) for ref in refs if ref.uri not in found}
         except (BodyLost, WireError) as error:
             if len(refs) <= 1:
                 log.info("a text is gone: %s", error)

@@ -22,6 +22,7 @@ from services.controller.lifecycles.core import advance, missing
 from services.controller.lifecycles.state import BadRecord, Command, Covered, Event, Group, Issue, Restore, Root, State, Tick
 from services.controller.messages import Writer, snapshot
 from services.controller.pins import Pins
+from services.controller.previews import Previews
 from services.controller.records import Recorder, Records
 from services.controller.restore import restored
 from services.controller.tracking import Tracking
@@ -58,15 +59,16 @@ class Runner:
         self.token, self.lease_ms = uuid4().hex, lease_ms
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.backend = open_bodies(settings.bodies, job.doc.id)
-        self.writer = Writer(job, BodyStore(self.client, self.keys, self.backend))
+        previews = Previews(settings.previews(job.doc.id))
+        self.writer = Writer(job, BodyStore(self.client, self.keys, self.backend), previews)
         logging_section = job.recipe.logging
-        media = any(branch.media for branch in job.doc.plan.branches)  # whose bodies are large, and hold no text
         self.recorder = Recorder(
             connect(),
             self.keys,
             BodyStore(connect(), self.keys, self.backend),
             Records(settings.records(job.doc.id)),
-            0 if media else logging_section.texts,
+            previews,
+            logging_section.texts,
             logging_section.keep_steps,
             settings.otlp,
         )

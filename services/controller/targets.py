@@ -50,7 +50,10 @@ def pictures(found: Found, height: int, width: int) -> tuple[Sample, PartHead]:
         primitives={"image": tuple(Media(mime="image/file", uri=e.picture) for e in examples)},
         **ABOUT,
     )
-    inputs = Part(sample_ids=roots, primitives={"text": tuple(Text(e.prompt.text) for e in examples)})
+    primitives: dict[str, tuple[Text | Media, ...]] = {"text": tuple(Text(e.prompt.text) for e in examples)}
+    if examples[0].prompt.reference:
+        primitives["image"] = tuple(Media(mime="image/file", uri=e.prompt.reference) for e in examples)
+    inputs = Part(sample_ids=roots, primitives=primitives)
     return Sample((inputs, output)), PartHead(ids=ids, track="policy")
 
 

@@ -146,6 +146,7 @@ def requests(sample: Sample) -> list[RewardRequest]:
                 tokens=int(lengths[row]),
                 metadata=prompt.metadata[top] if prompt.metadata else {},
                 media=_media(frontier, row),
+                reference=prompt.references[top],
             )
         )
     return out

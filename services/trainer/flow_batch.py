@@ -40,8 +40,9 @@ class FlowRow:
     rollout: Tensor | None
     """float32 [steps that drew], as the engine reported them."""
     picture: str = ""
-    """Where targets are imitated: the file, and the words for it; the trainer encodes both."""
+    """Where targets are imitated: the file, the words for it, and their reference; the trainer encodes all of them."""
     words: str = ""
+    reference: str = ""
     name: str = ""
     """The sample's id."""
     domain: str | None = None
@@ -119,13 +120,13 @@ def _rows(sample: Sample, part: Part) -> list[FlowRow]:
 
 
 def _targets(sample: Sample, part: Part) -> list[FlowRow]:
-    words, params, none = sample.parts[0].text, part.sampling_params, torch.zeros(0)
+    prompt, params, none = sample.parts[0], part.sampling_params, torch.zeros(0)
     assert isinstance(params, DiffusionSamplingParams)
     files = [media.uri or "" for media in part.primitives["image"] if isinstance(media, Media)]
     about: dict[str, Any] = {"positions": (), "sigmas": (), "indices": (), "conditions": {}, "negative": None, "rollout": None}
     return [
-        FlowRow(latents=none, params=params, picture=file, words=text, name=name, **about)
-        for file, text, name in zip(files, words, part.sample_ids, strict=True)
+        FlowRow(latents=none, params=params, picture=file, words=text, reference=reference, name=name, **about)
+        for file, text, reference, name in zip(files, prompt.text, prompt.references, part.sample_ids, strict=True)
     ]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from services.trainer.algorithms.base import Tally
@@ -16,10 +14,10 @@ from services.trainer.flow_batch import FlowBatch, FlowRow
 from services.trainer.flow_stack import FlowStack, Work
 from services.trainer.stack import Measures
 from shared.models.ar.bundle import where
-from shared.models.diffusion.family import Conditions
+from shared.models.diffusion.family import Conditions, opened, pixels_of
 
 MOST_KEPT = 1 << 30
-"""Bytes of encoded pictures that a rank keeps: in later epochs they need not be encoded again."""
+"""Bytes of encoded pictures and prompts that a rank keeps: in later epochs they need not be encoded again."""
 
 
 class PictureStack(FlowStack):
@@ -29,7 +27,7 @@ class PictureStack(FlowStack):
         super().__init__(*given)
         self.pipe = pipe
         self.latents: dict[tuple[str, int, int], Tensor] = {}
-        self.texts: dict[str, Conditions] = {}
+        self.prompts: dict[tuple[str, str, int, int], Conditions] = {}
         self.kept = 0
 
     def _freeze(self, work: Sequence[Work]) -> None:
@@ -68,7 +66,7 @@ class PictureStack(FlowStack):
         times, noise = self.algorithm.evaluation(self.seed, keys, tuple(clean.shape[1:]))
         clean, times, noise = clean.to(device), times.to(device), noise.to(device)
         wide = times.reshape(-1, *[1] * (clean.dim() - 1))
-        cond = self.family.stacked([self._encoded(row.words) for row in rows], device)
+        cond = self.family.stacked([self._encoded(row) for row in rows], device)
         with self.backend.computing():
             noisy = (1 - wide) * clean + wide * noise
             velocity = self.family.predict(self.backend.model, noisy, times, cond, None, 1.0)
@@ -80,20 +78,25 @@ class PictureStack(FlowStack):
         key = (row.picture, row.params.height, row.params.width)
         if (found := self.latents.get(key)) is not None:
             return found
-        try:
-            with Image.open(row.picture) as file:
-                picture = file.convert("RGB").resize((row.params.width, row.params.height), Image.Resampling.BICUBIC)
-        except OSError as error:
-            raise ValueError(f"{row.picture} is no picture that can be read: {error}") from error
-        pixels = torch.from_numpy(np.asarray(picture, np.float32).copy()).movedim(2, 0)[None] / 127.5 - 1
-        found = self.family.clean(self.pipe, pixels.to(next(self.pipe.vae.parameters()).device))[0].float().cpu()
-        if self.kept + found.nbytes <= MOST_KEPT:
-            self.kept += found.nbytes
+        pixels = pixels_of(self.pipe, [opened(*key)])
+        found = self.family.clean(self.pipe, pixels)[0].float().cpu()
+        if self._room(found.nbytes):
             self.latents[key] = found
         return found
 
     @torch.no_grad()
-    def _encoded(self, words: str) -> Conditions:
-        if words not in self.texts:
-            self.texts[words] = {name: value.cpu() for name, value in self.family.encode(self.pipe, [words]).items()}
-        return self.texts[words]
+    def _encoded(self, row: FlowRow) -> Conditions:
+        key = (row.words, row.reference, row.params.height, row.params.width)
+        if (found := self.prompts.get(key)) is not None:
+            return found
+        pictures = [opened(*key[1:])] if row.reference else []
+        found = {name: value.cpu() for name, value in self.family.encode(self.pipe, [row.words], pictures).items()}
+        if self._room(sum(value.nbytes for value in found.values())):
+            self.prompts[key] = found
+        return found
+
+    def _room(self, size: int) -> bool:
+        """Whether so many bytes more are kept."""
+        fits = self.kept + size <= MOST_KEPT
+        self.kept += size if fits else 0
+        return fits

@@ -122,7 +122,8 @@ class LlmJudge(Asking):
         "Rate the answer to the question from 0 to 10.\n\nQuestion:\n{prompt}\n\nAnswer:\n{completion}\n\n"
         "Reply with `Score: ` and the number alone."
     )
-    """`{prompt}`, `{completion}` and `{metadata}` are filled in. A picture is shown with it, of a video some frames."""
+    """`{prompt}`, `{completion}` and `{metadata}` are filled in. The picture is shown with it, and a reference before it;
+    of a video some frames."""
     frames: int = pydantic.Field(4, ge=1)
     """Of a video."""
     score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
@@ -176,8 +177,14 @@ class Diffusers(Params):
     batch_wait_ms: float = pydantic.Field(0.0, ge=0)
     trajectory_dtype: Literal["float32", "float16"] = "float32"
     """Of the stored points, and of the path itself."""
-    cached_prompts: int = pydantic.Field(4096, ge=1)
-    """Encoded prompts that are kept."""
+    video: Literal["mp4", "raw"] = "mp4"
+    """How videos travel to scorers and people: encoded, or frame by frame."""
+    frame_rate: int = pydantic.Field(16, ge=1, le=240)
+    """Frames a second of an encoded video."""
+    crf: int = pydantic.Field(10, ge=0, le=51)
+    """Of an encoded video, x264's constant rate factor: smaller is larger, and nearer to the frames."""
+    cache_mb: float = pydantic.Field(2048.0, ge=0)
+    """Of encoded prompts that are kept."""
 
 
 class Columns(Params):
@@ -189,6 +196,8 @@ class Columns(Params):
     """Field that holds the text to imitate (sft)."""
     picture: str | None = None
     """Field that holds the path of the picture to imitate (sft of a model that makes pictures), from the file's folder on."""
+    reference: str | None = None
+    """Field that holds the path of the picture that the prompt is about (image to image, image to video), as of `picture`."""
     messages: str | None = None
     """Field that holds a conversation, in place of prompt and target (sft): a list of objects with role and content. What the
     assistant says is imitated, but for its messages with `weight` 0."""
@@ -292,16 +301,27 @@ class MlflowTracker(Params):
 
 
 FAMILIES = (
-    ("sd3", "Stable Diffusion 3 and 3.5", 16, False),
-    ("qwen_image", "Qwen-Image", 16, False),
-    ("flux2_klein", "FLUX.2 klein", 16, False),
-    ("z_image", "Z-Image", 16, False),
-    ("wan21", "Wan 2.1, text to video", 16, True),
-    ("wan22", "Wan 2.2, text to video, two experts", 16, True),
-    ("hunyuan_video", "HunyuanVideo", 16, True),
-    ("hunyuan_video15", "HunyuanVideo 1.5, text to video", 16, True),
+    ("sd3", "Stable Diffusion 3 and 3.5", "StableDiffusion3Pipeline", 16, False, False),
+    ("qwen_image", "Qwen-Image", "QwenImagePipeline", 16, False, False),
+    ("qwen_image_edit", "Qwen-Image-Edit", "QwenImageEditPipeline", 16, False, True),
+    ("flux2_klein", "FLUX.2 klein", "Flux2KleinPipeline", 16, False, False),
+    ("z_image", "Z-Image", "ZImagePipeline", 16, False, False),
+    ("wan21", "Wan 2.1, text to video", "WanPipeline", 16, True, False),
+    ("wan22", "Wan 2.2, text to video, two experts", "WanPipeline", 16, True, False),
+    ("wan21_i2v", "Wan 2.1, first frame to video", "WanImageToVideoPipeline", 16, True, True),
+    ("wan22_i2v", "Wan 2.2, first frame to video, two experts", "WanImageToVideoPipeline", 16, True, True),
+    ("hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline", 16, True, False),
+    ("hunyuan_video15", "HunyuanVideo 1.5, text to video", "HunyuanVideo15Pipeline", 16, True, False),
 )
-"""Name, model, pixels of which height and width are multiples, whether it makes videos."""
+"""Name, model, its class in diffusers, pixels of which height and width are multiples, whether it makes videos, and whether a
+prompt is a text and a picture."""
+
+
+def _family(
+    name: str, about: str, pipeline: str, cell: int, video: bool, pictured: bool
+) -> tuple[Any, str, type[Params], str, dict[str, Any]]:
+    return "family", name, Params, about, {"pipeline": pipeline, "cell": cell, "video": video, "pictured": pictured}
+
 
 _MODEL = {"media": True, "device": True}
 
@@ -352,5 +372,5 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("tracker", "trackio", TrackioTracker, "trackio's local dashboard", {"packages": ("trackio",)}),
     ("tracker", "mlflow", MlflowTracker, "MLflow", {"packages": ("mlflow",)}),
     ("source", "reasoning_gym", ReasoningGymSource, "procedural reasoning tasks", {}),
-    *(("family", name, Params, about, {"cell": cell, "video": video}) for name, about, cell, video in FAMILIES),
+    *(_family(*row) for row in FAMILIES),
 )

@@ -87,6 +87,9 @@ class Settings:
     def records(self, job: str) -> Path:
         return self.state / "jobs" / job / "samples.sqlite"
 
+    def previews(self, job: str) -> Path:
+        return self.state / "jobs" / job / "previews"
+
     def tracking(self, job: str) -> Path:
         return self.state / "jobs" / job / "tracking"
 

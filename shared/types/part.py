@@ -94,6 +94,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
         return tuple(entry.value if isinstance(entry, Text) else "" for entry in found)
 
     @property
+    def references(self) -> tuple[str, ...]:
+        """Paths of the pictures that the rows are about; empty texts where there are none."""
+        held = self.primitives.get("image", ())
+        return tuple(one.uri or "" if isinstance(one, Media) else "" for one in held) or ("",) * len(self)
+
+    @property
     def text_segment(self) -> TextSegment:
         if not isinstance(self.segment, TextSegment):
             raise ValueError(f"Part {self.sample_ids[:1]}… holds no tokens")

@@ -30,6 +30,8 @@ class RewardRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
     media: Media | None = None
     """The picture or video, where one was made."""
+    reference: str = ""
+    """Path of the picture that the prompt is about, where there is one."""
 
 
 class RewardResponse(msgspec.Struct, frozen=True, kw_only=True):

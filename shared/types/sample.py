@@ -51,12 +51,18 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
         track: str = "policy",
         texts: Sequence[str] | None = None,
         tokens: Sequence[Sequence[int]] | None = None,
+        references: Sequence[str] | None = None,
         metadata: Sequence[dict[str, Any]] | None = None,
     ) -> Sample:
-        """Prompts and an empty generated Part with n children each. `tokens` are the rendered prompts' ids."""
+        """Prompts and an empty generated Part with n children each. `tokens` are the rendered prompts' ids; `references` the
+        paths of the pictures that they are about.
+        """
+        given: dict[str, tuple[Text | Media, ...]] = {} if texts is None else {"text": tuple(map(Text, texts))}
+        if references is not None:
+            given["image"] = tuple(Media(mime="image/file", uri=path) for path in references)
         prompt = Part(
             sample_ids=tuple(roots),
-            primitives={} if texts is None else {"text": tuple(map(Text, texts))},
+            primitives=given,
             segment=None if tokens is None else TextSegment.of(tokens),
             metadata=None if metadata is None else tuple(metadata),
         )

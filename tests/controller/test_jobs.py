@@ -278,11 +278,11 @@ def test_prompt_and_target_must_fit_together(settings: Settings, model_folder: P
 def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, tmp_path: Path, name: str) -> None:
     """With what it leaves to its user: a model, and data where it names a file."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    row = {"prompt": "a cat", "answer": "a", "messages": talk, "picture": "a.png", "domain": "cats"}
+    row = {"prompt": "a cat", "answer": "a", "messages": talk, "picture": "a.png", "reference": "a.png", "domain": "cats"}
     path = jsonl(tmp_path / "data.jsonl", *({"question": f"{i}?"} | row for i in range(256)))["params"]["path"]
     (tmp_path / "a.png").touch()
     media = name.startswith("diffusion/") or name == "sft/pictures"
-    kind = next((family for family in TINY if name.startswith(f"diffusion/{family}_")), "sd3")
+    kind = max((family for family in TINY if name.startswith(f"diffusion/{family}_")), key=len, default="sd3")
     if kind != "sd3":
         folder = make_tiny(tmp_path / "pipeline", kind, 0)
     else:

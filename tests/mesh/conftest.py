@@ -1,4 +1,4 @@
-"""A real mesh on this machine, started by its command, for the tests of a module."""
+"""A real mesh on this machine, started by its command, for all tests of a process that need no other."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Mesh:
         return self.process.wait(90)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Mesh]:
     found = Mesh(tmp_path_factory.mktemp("mesh") / "state", model_folder.parent)
     yield found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,32 @@ def test_it_runs_through_all_services(mesh: Mesh, pictures: Path, changes: dict[
         check_export(mesh, pictures, job, folder)
     [first, *_] = mesh.get(f"/v1/jobs/{job}/samples", step=1, limit=2)["samples"]
     assert set(first["components"]) == {"light", "small"} and first["version"] == 0
+    if changes == {}:
+        check_pictures(mesh, job, view)
+
+
+def check_pictures(mesh: Mesh, job: str, view: dict[str, Any]) -> None:
+    """People see what was rewarded: in full while its message is there, then a preview; and records of evaluations."""
+
+    def seen(path: str, **query: str) -> tuple[str, Any]:
+        answer = mesh.http.get(f"/v1/jobs/{job}/{path}", params=query)
+        assert answer.status_code == 200, answer.text
+        with Image.open(io.BytesIO(answer.content)) as picture:
+            return answer.headers["content-type"], np.asarray(picture.convert("RGB"), np.float32)
+
+    for step in (1, STEPS):
+        rows = [row for row in mesh.get(f"/v1/jobs/{job}/samples", step=step)["samples"] if row["picture"]]
+        assert len(rows) == BATCH * GROUP
+        kind, pixels = seen("picture", group=rows[0]["gid"], id=rows[0]["id"])
+        assert kind in ("image/png", "image/webp") and pixels.shape == (16, 16, 3), "a preview, where a checkpoint has swept it"
+        assert abs(pixels.mean() / 255 - rows[0]["components"]["light"]) < (1e-6 if kind == "image/png" else 0.02)
+    for entry in view["evals"]:
+        assert [p["picture"] for p in entry["previews"]] == [True, True]
+        [(_, one), (_, two)] = [seen(f"evals/{entry['suite']}/{entry['tag']}/{k}/picture") for k in range(2)]
+        assert abs(one.mean() / 255 - entry["previews"][0]["reward"]) < 0.5 and not np.array_equal(one, two)
+    for path in ("evals/fixed/start/7/picture", "evals/fixed/never/0/picture", "evals/..%2F..%2Fx/start/0/picture"):
+        assert mesh.http.get(f"/v1/jobs/{job}/{path}").status_code == 404
+    assert mesh.http.get(f"/v1/jobs/{job}/picture", params={"group": rows[0]["gid"], "id": "x"}).status_code == 404
 
 
 def test_the_forward_process_teaches_and_teachers_teach(mesh: Mesh, pictures: Path) -> None:
@@ -145,6 +172,8 @@ def test_videos_are_learnt_from_too(mesh: Mesh, pictures: Path, name: str) -> No
     changes: dict[str, Any] = {
         "model__family": name,
         "rollout__sampling__num_frames": 5,
+        # of this random model pictures differ by less than an encoded video keeps
+        "rollout__engine": {"name": "diffusers", "params": {"video": "raw"} if name == "wan21" else {"crf": 0}},
         "rollout__sampling__guidance_scale": 3.0,
         "rollout__sampling__sde_indices": [0, 1, 2, 3],
     }
@@ -247,7 +276,7 @@ def test_pictures_are_imitated(mesh: Mesh, pictures: Path, ranks: int) -> None:
     pipe, kind, losses = load_pipeline(pictures), family("sd3"), []
     algorithm = FlowMatching(FlowMatchingParams())
     for number, row in enumerate(rows):
-        picture = Image.open(folder / row["file"]).resize((16, 16), Image.Resampling.BICUBIC)
+        picture = Image.open(folder / row["file"]).resize((16, 16), Image.Resampling.LANCZOS)
         pixels = torch.from_numpy(np.asarray(picture, np.float32)).movedim(2, 0)[None] / 127.5 - 1
         with torch.no_grad():
             clean = kind.clean(pipe, pixels)
@@ -311,6 +340,8 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
             ["algorithm.params.teachers.x", "below a configured root"],
         ),
         ({"model__family": "sd4"}, ["model.family", "'sd4'", "sd3"]),
+        ({"model__family": "wan21"}, ["model.family", "'wan21'", "StableDiffusion3Pipeline", "sd3"]),
+        ({"data__source__params__reference": "prompt"}, ["data.source record 1", "pictures of texts alone", "no reference"]),
         ({"reward": {"scorers": {"x": {"name": "exact_match"}}}}, ["reward.scorers.x.name", "scores texts"]),
         ({"data__chat": True}, ["data.chat", "plain texts"]),
         ({"rollout__sampling__sde_window": WINDOW}, ["sde_indices and sde_window", "one of them"]),

@@ -59,7 +59,8 @@ def test_every_family_has_a_test() -> None:
     assert TINY.keys() == FAMILIES.keys() == set(specs.names("family"))
     for name in FAMILIES:
         facts, own = specs.find("family", name, "x").flags, family(name)
-        assert (facts["cell"], facts["video"]) == (own.cell, own.video)
+        told = (facts["pipeline"], facts["cell"], facts["video"], facts["pictured"])
+        assert told == (own.pipeline, own.cell, own.video, own.pictured)
     with pytest.raises(ValueError, match=r"family 'sd9': legal are sd3"):
         family("sd9")
 

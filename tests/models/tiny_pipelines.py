@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
+import numpy as np
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from PIL import Image
 from torch import Tensor
+from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from shared.models.diffusion import family
-from shared.models.diffusion.family import Conditions, Family
+from shared.models.diffusion.family import Conditions, Family, pixels_of
 from shared.models.diffusion.qwen_image import patches
+from shared.models.diffusion.wan import Wan21I2V, Wan22
 from shared.models.diffusion.z_image import ragged
 
 B = 2
@@ -49,13 +56,18 @@ class Tiny:
         height, width, frames = self.size
         video = {"num_frames": frames} if self.family.video else {}
         given = {"height": height, "width": width, **video, "num_inference_steps": steps, **self.call, **more}
-        found = self.pipe(**given, latents=self.packed(latents.clone()), output_type=output)
+        with patch.object(pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (width, height, None)):  # a megapixel
+            found = self.pipe(**given, latents=self.packed(latents.clone()), output_type=output)
         result: Tensor = found.frames if self.family.video else found.images
         return result
 
 
 def rand(*shape: int) -> Tensor:
     return torch.randn(*shape)
+
+
+def drawn(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
 
 
 def filled(module: Any, seed: int = 1) -> Any:
@@ -113,7 +125,7 @@ def sd3() -> Tiny:
     return Tiny(family("sd3"), quiet(pipe), (64, 64, 1), cond, negative, 4.0, call)
 
 
-def qwen_image() -> Tiny:
+def _qwen_parts() -> dict[str, Any]:
     model = d.QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
@@ -137,9 +149,11 @@ def qwen_image() -> Tiny:
     scheduler = d.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )
-    pipe = d.QwenImagePipeline(
-        scheduler=scheduler, vae=filled(vae), text_encoder=None, tokenizer=None, transformer=filled(model)
-    )
+    none = dict.fromkeys(("text_encoder", "tokenizer"))
+    return {"scheduler": scheduler, "vae": filled(vae), "transformer": filled(model), **none}
+
+
+def _qwen_texts() -> tuple[Conditions, Conditions, dict[str, Any]]:
     mask = torch.ones(B, 7, dtype=torch.long)
     mask[1, 5:] = 0
     cond = {"text": rand(B, 7, 16), "mask": mask}
@@ -151,9 +165,25 @@ def qwen_image() -> Tiny:
         "negative_prompt_embeds_mask": negative["mask"],
         "true_cfg_scale": 4.0,
     }
-    scale = pipe.vae_scale_factor
-    size = (8 * scale, 4 * scale, 1)
+    return cond, negative, call
+
+
+def qwen_image() -> Tiny:
+    pipe = d.QwenImagePipeline(**_qwen_parts())
+    cond, negative, call = _qwen_texts()
+    size = (8 * pipe.vae_scale_factor, 4 * pipe.vae_scale_factor, 1)
     return Tiny(family("qwen_image"), quiet(pipe), size, cond, negative, 4.0, call, packed=patches, returned=patches)
+
+
+def qwen_image_edit() -> Tiny:
+    pipe = d.QwenImageEditPipeline(**_qwen_parts(), processor=None)
+    cond, negative, call = _qwen_texts()
+    size = (8 * pipe.vae_scale_factor, 4 * pipe.vae_scale_factor, 1)
+    own, picture = family("qwen_image_edit"), drawn(*size[:2])
+    with torch.no_grad():
+        cond["reference"] = own.clean(pipe, pixels_of(pipe, [picture] * B))
+    call |= {"image": picture}
+    return Tiny(own, quiet(pipe), size, cond, negative, 4.0, call, packed=patches, returned=patches)
 
 
 def flux2_klein() -> Tiny:
@@ -233,13 +263,16 @@ def z_image() -> Tiny:
 
 
 def wan(name: str) -> Tiny:
+    pictured, two = name.endswith("_i2v"), name.startswith("wan22")
+    sees = {"image_dim": 16} if pictured and not two else {}
+
     def expert(seed: int) -> Any:
         return filled(
             d.WanTransformer3DModel(
                 patch_size=(1, 2, 2),
                 num_attention_heads=2,
                 attention_head_dim=12,
-                in_channels=16,
+                in_channels=16 + (20 if pictured else 0),
                 out_channels=16,
                 text_dim=32,
                 freq_dim=256,
@@ -248,6 +281,7 @@ def wan(name: str) -> Tiny:
                 cross_attn_norm=True,
                 qk_norm="rms_norm_across_heads",
                 rope_max_seq_len=32,
+                **sees,
             ),
             seed,
         )
@@ -255,12 +289,29 @@ def wan(name: str) -> Tiny:
     vae = d.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
-    both: dict[str, Any] = {"transformer_2": expert(2), "boundary_ratio": 0.875} if name == "wan22" else {}
+    own = family(name)
+    both: dict[str, Any] = {"transformer_2": expert(2), "boundary_ratio": own.boundary} if isinstance(own, Wan22) else {}
     scheduler = d.FlowMatchEulerDiscreteScheduler(shift=3.0 if both else 5.0)
-    pipe = d.WanPipeline(tokenizer=None, text_encoder=None, vae=filled(vae), scheduler=scheduler, transformer=expert(1), **both)
+    kind = d.WanImageToVideoPipeline if pictured else d.WanPipeline
+    pipe = kind(tokenizer=None, text_encoder=None, vae=filled(vae), scheduler=scheduler, transformer=expert(1), **both)
     cond, negative = {"text": rand(B, 7, 32)}, {"text": rand(B, 7, 32)}
     call = {"prompt_embeds": cond["text"], "negative_prompt_embeds": negative["text"], "guidance_scale": 4.0}
-    return Tiny(family(name), quiet(pipe), (32, 48, 9), cond, negative, 4.0, call)
+    if isinstance(own, Wan21I2V):
+        if sees:
+            pipe.register_modules(image_encoder=clip_eyes(), image_processor=CLIPImageProcessorPil(size=8, crop_size=8))
+            pipe.image_processor = pipe.components["image_processor"]
+        picture = drawn(32, 48)
+        with torch.no_grad():
+            cond |= own.seen(pipe, [picture] * B, 9)
+        call["image"] = picture
+    return Tiny(own, quiet(pipe), (32, 48, 9), cond, negative, 4.0, call)
+
+
+def clip_eyes() -> Any:
+    config = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return filled(CLIPVisionModel(config))
 
 
 def hunyuan_video() -> Tiny:
@@ -354,10 +405,13 @@ def hunyuan_video15() -> Tiny:
 TINY: dict[str, Callable[[], Tiny]] = {
     "sd3": sd3,
     "qwen_image": qwen_image,
+    "qwen_image_edit": qwen_image_edit,
     "flux2_klein": flux2_klein,
     "z_image": z_image,
     "wan21": lambda: wan("wan21"),
     "wan22": lambda: wan("wan22"),
+    "wan21_i2v": lambda: wan("wan21_i2v"),
+    "wan22_i2v": lambda: wan("wan22_i2v"),
     "hunyuan_video": hunyuan_video,
     "hunyuan_video15": hunyuan_video15,
 }

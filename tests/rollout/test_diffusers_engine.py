@@ -40,7 +40,7 @@ class Worded(SD3):
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Any = (), frames: int = 1) -> Conditions:
         self.asked.append(list(prompts))
         rows = []
         for prompt in prompts:

@@ -56,7 +56,7 @@ OTHERS: dict[str, Any] = {
 class WordedWan(Wan22):
     """Wan 2.2 without encoders."""
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Any = (), frames: int = 1) -> Conditions:
         return {"text": Worded().encode(pipe, prompts)["text"]}
 
 

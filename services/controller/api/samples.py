@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Response
 
 from services.controller import letters, tracing
 from services.controller.api.core import Core
-from services.controller.records import Records
+from services.controller.previews import Previews
+from services.controller.records import Records, shown_of
 from shared.config.problems import bad
 from shared.http import problem
+from shared.media import as_file
 from shared.wire.bodies import BodyStore, open_bodies
 from shared.wire.errors import BodyLost
 from shared.wire.keys import JobKeys
@@ -45,7 +47,7 @@ def samples_router(core: Core) -> APIRouter:
     def body(job: str, group: Annotated[str, Query(max_length=300)], id: Annotated[str, Query(max_length=300)]) -> Response:
         """The stored message (MessagePack) of the slice that a sample is part of. 410 once a checkpoint has swept it."""
         doc = core.job(job)
-        ref = records(job).body(group, id)
+        _, ref = records(job).place_of(group, id) or (0, None)
         if ref is None:
             raise HTTPException(404, f"no trained sample {id!r} of group {group!r}")
         store = BodyStore(core.client, JobKeys(doc.id), open_bodies(core.settings.bodies, doc.id))
@@ -53,6 +55,30 @@ def samples_router(core: Core) -> APIRouter:
             return Response(bytes(store.load(ref)), media_type="application/msgpack")
         except BodyLost as error:
             raise HTTPException(410, f"the message is gone: a checkpoint covers its step ({error})") from error
+
+    @router.get("/{job}/picture", response_class=Response, responses=problem.documented((410, "neither message nor preview")))
+    def picture(job: str, group: Annotated[str, Query(max_length=300)], id: Annotated[str, Query(max_length=300)]) -> Response:
+        """The picture (PNG) or video (MP4) of a sample while its message is there, then its preview if one was kept."""
+        doc = core.job(job)
+        place = records(job).place_of(group, id)
+        if place is None:
+            raise HTTPException(404, f"no trained sample {id!r} of group {group!r}")
+        step, ref = place
+        try:
+            store = BodyStore(core.client, JobKeys(doc.id), open_bodies(core.settings.bodies, doc.id))
+            shown = None if ref is None else shown_of(store.glance(ref))[1].get(id)
+            found = None if shown is None else as_file(shown)
+        except BodyLost:
+            found = None
+        return _media(found or Previews(core.settings.previews(doc.id)).find("steps", step, id), f"sample {id!r}")
+
+    @router.get("/{job}/evals/{suite}/{tag}/{index}/picture", response_class=Response)
+    def evaluated(job: str, suite: str, tag: str, index: Annotated[int, Path(ge=0, le=MOST_STEPS)]) -> Response:
+        """The preview of an evaluation's record: the same prompts and noise at every step, so that they compare."""
+        found = Previews(core.settings.previews(core.job(job).id)).find("evals", f"{suite}:{tag}", index)
+        if found is None:
+            raise HTTPException(404, f"no preview of record {index} in {suite!r}, {tag!r}")
+        return _media(found, "")
 
     @router.get("/{job}/lineage")
     def lineage(job: str, id: Annotated[str, Query(min_length=1, max_length=300)]) -> list[dict[str, Any]]:
@@ -80,6 +106,12 @@ def samples_router(core: Core) -> APIRouter:
         return {"id": job, "letter": letter, "action": action}
 
     return router
+
+
+def _media(found: tuple[str, bytes] | None, what: str) -> Response:
+    if found is None:
+        raise HTTPException(410, f"the message of {what} is gone, and no preview of it was kept")
+    return Response(found[1], media_type=found[0])
 
 
 def _cursor(after: str | None) -> tuple[int, str] | None:

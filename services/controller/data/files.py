@@ -29,7 +29,7 @@ def record_of(
     """One row as a record; `error(value, message, legal)` makes the complaint about it. `folder`: where its file lies."""
     talk = columns.messages
     field = columns.prompt if talk is None else talk
-    for name in (field, columns.target, columns.id, columns.picture):
+    for name in (field, columns.target, columns.id, columns.picture, columns.reference):
         if name is not None and name not in value:
             near = nearest(name, value)
             raise error(None, f"field {name!r} is missing" + (f"; did you mean {near!r}?" if near else ""), ", ".join(value))
@@ -42,16 +42,21 @@ def record_of(
     target = value[columns.target] if columns.target else None
     if columns.target and not isinstance(target, str):
         raise error(target, f"field {columns.target!r} holds no target text", "text")
-    picture = value[columns.picture] if columns.picture else None
-    if columns.picture and not isinstance(picture, str):
-        raise error(picture, f"field {columns.picture!r} holds no path", "text")
-    if picture is not None and folder is not None:
-        picture = str(folder / picture)
-    rest = {k: v for k, v in value.items() if k not in (field, columns.target, columns.picture)}
+    picture, reference = (_path(value, name, folder, error) for name in (columns.picture, columns.reference))
+    rest = {k: v for k, v in value.items() if k not in (field, columns.target, columns.picture, columns.reference)}
     if columns.id:
         rest["id"] = value[columns.id]
     check_text([prompt, target, rest], lambda what: error(None, what, "valid Unicode text"))
-    return Record(prompt=prompt, target=target, conversation=talk is not None, picture=picture, metadata=rest)
+    conversation = talk is not None
+    return Record(prompt=prompt, target=target, conversation=conversation, picture=picture, reference=reference, metadata=rest)
+
+
+def _path(value: dict[str, Any], field: str | None, folder: Path | None, error: Callable[..., BadInput]) -> str | None:
+    if field is None:
+        return None
+    if not isinstance(found := value[field], str):
+        raise error(found, f"field {field!r} holds no path", "text")
+    return found if folder is None else str(folder / found)
 
 
 def _messages(messages: list[Any], field: str, error: Callable[[Any, str, str], BadInput]) -> list[dict[str, Any]]:

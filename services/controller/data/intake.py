@@ -30,6 +30,8 @@ class Prompt:
     text: str
     """As rendered, for display."""
     tokens: list[int]
+    reference: str = ""
+    """Path of the picture that it is about."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ class Example:
 class MediaIntake:
     """Prompts of a model that makes pictures: texts, which its own encoders take in; there are no tokens here."""
 
-    def __init__(self, files: Path, data: Data, allowed: Callable[[str, str], Path]) -> None:
-        """BadInput for what only a language model can do. `allowed`: a path below the configured roots, resolved."""
-        self.files, self.data, self.allowed = files, data, allowed
+    def __init__(self, files: Path, data: Data, allowed: Callable[[str, str], Path], pictured: bool = False) -> None:
+        """BadInput for what only a language model can do. `allowed`: a path below the configured roots, resolved. `pictured`:
+        prompts are a text and a reference each.
+        """
+        self.files, self.data, self.allowed, self.pictured = files, data, allowed, pictured
         self.limit: int | None = None
         for name, value, off in (("chat", data.chat, False), ("system", data.system, None)):
             if value != off:
@@ -65,17 +69,25 @@ class MediaIntake:
             raise BadPrompt("the prompt is a list of messages: pictures are made from plain texts")
         if not record.prompt.strip():
             raise BadPrompt("the prompt is empty")
-        return Prompt(record.prompt, [])
+        if not self.pictured and record.reference is not None:
+            raise BadPrompt("the record has a reference, and this family makes pictures of texts alone")
+        return Prompt(record.prompt, [], self._file(record.reference, "reference") if self.pictured else "")
 
     def example(self, record: Record) -> Example:
         """A prompt and the picture to imitate. BadPrompt if there is none, or its path leads elsewhere."""
-        if record.picture is None:
-            raise BadPrompt("the record has no picture: set data.source.params.picture")
+        return Example(self.prompt(record), [], [], self._file(record.picture, "picture"))
+
+    def _file(self, path: str | None, field: str) -> str:
+        """Resolved. BadPrompt if there is none, it lies elsewhere, or is no file."""
+        if path is None:
+            raise BadPrompt(f"the record has no {field}: set data.source.params.{field}")
         try:
-            path = self.allowed(record.picture, "picture")
+            found = self.allowed(path, field)
         except BadInput as error:
             raise BadPrompt(str(error)) from error
-        return Example(self.prompt(record), [], [], str(path))
+        if not found.is_file():
+            raise BadPrompt(f"{field} {path!r}: no such file")
+        return str(found)
 
 
 def check_taught(recipe: Any, record: Record) -> None:

@@ -20,6 +20,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt is a whole conversation, whose assistant is to be imitated (sft)."""
     picture: str | None = None
     """Path of a picture to imitate (sft of a model that makes pictures)."""
+    reference: str | None = None
+    """Path of the picture that the prompt is about (image to image, image to video)."""
     metadata: dict[str, Any] = {}
 
 

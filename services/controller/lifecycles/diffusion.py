@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 import pydantic
 from pydantic import Field
 
@@ -132,7 +131,7 @@ def plan(recipe: DiffusionRecipe) -> Plan:
 
 def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) -> Plan:
     check_media(recipe)
-    found = rolled_out(
+    return rolled_out(
         recipe,
         branches=(Branch(track="policy", n=recipe.rollout.group_size, media=True),),
         route=("rollout.policy", "reward"),
@@ -143,22 +142,35 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
         suites=recipe.eval,
         need=need,
     )
-    return msgspec.structs.replace(found, previews=0)  # the controller opens no bodies of pictures
 
 
 def check_picture(recipe: Any, folder: Path) -> None:
     """Of pictures to imitate: as check_size."""
+    _index(recipe, folder)
     _check_cells(recipe, folder, "picture", recipe.picture)
 
 
 def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
     """Against the pipeline's own configs, before anything loads. BadInput names the nearest legal value."""
-    index = json.loads((folder / "model_index.json").read_text())
+    index = _index(recipe, folder)
     for place, sampling in recipe.made().items():
         _check_cells(recipe, folder, place, sampling)
         if index.get("is_distilled") and sampling.guidance_scale > 1:
             why = "this model is distilled: guidance is in it, and another one would spoil it"
             raise bad(f"{place}.guidance_scale", sampling.guidance_scale, why, "1")
+
+
+def _index(recipe: Any, folder: Path) -> dict[str, Any]:
+    """The pipeline's own account of its parts. BadInput if it is of another family."""
+    index: dict[str, Any] = json.loads((folder / "model_index.json").read_text())
+    own, kind = index.get("_class_name"), specs.find("family", recipe.model.family, "model.family").flags["pipeline"]
+    if own != kind:
+        fitting = [name for name in specs.names("family") if specs.find("family", name, "").flags["pipeline"] == own]
+        why = f"the folder of model.path holds a {own}, and this family is a {kind}"
+        raise bad(
+            "model.family", recipe.model.family, why, ", ".join(fitting) or "a family of that pipeline, of which there is none"
+        )
+    return index
 
 
 def _check_cells(recipe: Any, folder: Path, place: str, size: Any) -> None:

@@ -43,9 +43,9 @@ def plan(recipe: SftRecipe) -> Plan:
     check_algorithm(recipe.algorithm, recipe.train.num_updates_per_batch, supervised=True, media=media)
     if isinstance(recipe, MediaRecipe):
         specs.find("family", recipe.model.family, "model.family")
-        if recipe.model.family == "wan22":
+        if recipe.model.family in ("wan22", "wan22_i2v"):
             why = "its two experts have times of their own, and imitation draws a time for each picture"
-            raise bad("model.family", "wan22", why, "a family of one model")
+            raise bad("model.family", recipe.model.family, why, "a family of one model")
         if recipe.train.micro_batch_tokens is not None or recipe.train.replay == "packed":
             raise bad("train.replay", recipe.train.replay, "pictures have no tokens: give train.micro_batch_size", "padded")
     check_updates(recipe, recipe.data.batch_size)

@@ -20,6 +20,17 @@ def frames(row: RewardRequest, count: int) -> list[Image.Image]:
     return [Image.fromarray(held[k]) for k in places]
 
 
+def given(row: RewardRequest) -> list[Image.Image]:
+    """The picture that the prompt is about, if there is one. ValueError if it cannot be read."""
+    if not row.reference:
+        return []
+    try:
+        with Image.open(row.reference) as file:
+            return [file.convert("RGB")]
+    except OSError as error:
+        raise ValueError(f"{row.sample_id}: its reference {row.reference} cannot be read: {error}") from error
+
+
 def message_part(picture: Image.Image) -> dict[str, Any]:
     """As messages of an OpenAI-compatible API hold it: PNG."""
     buffer = io.BytesIO()

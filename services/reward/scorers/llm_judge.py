@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.reward.scorers.http import Caller, authorization
-from services.reward.scorers.images import frames, message_part
+from services.reward.scorers.images import frames, given, message_part
 from shared.config.builtin import LlmJudge
 from shared.config.problems import bad
 from shared.types.rewards import RewardRequest
@@ -44,7 +44,7 @@ class LlmJudgeScorer:
         messages = [{"role": "system", "content": p.system}] if p.system else []
         content: Any = said
         if row.media is not None:
-            content = [*map(message_part, frames(row, p.frames)), {"type": "text", "text": said}]
+            content = [*map(message_part, [*given(row), *frames(row, p.frames)]), {"type": "text", "text": said}]
         body = {
             "model": p.model,
             "messages": [*messages, {"role": "user", "content": content}],

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from shared import media
 from shared.config.builtin import Brightness, JpegSize
 from shared.config.builtin import ShapesScorer as Shapes
 from shared.pictures import likeness
@@ -19,8 +20,7 @@ def frames_of(row: RewardRequest) -> np.ndarray[Any, Any]:
     """uint8 [frames, height, width, 3]. ValueError for a row that holds no picture."""
     if row.media is None or row.media.data is None:
         raise ValueError(f"{row.sample_id} holds no picture: this scorer needs one")
-    pixels = np.asarray(row.media.data)
-    return pixels if pixels.ndim == 4 else pixels[None]
+    return media.frames_of(row.media)
 
 
 class BrightnessScorer:

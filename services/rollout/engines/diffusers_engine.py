@@ -14,8 +14,9 @@ from torch import Tensor
 
 from services.rollout.engines.batching import BatchingEngine, Held, Item, rows
 from shared.config.builtin import Diffusers as Params
+from shared.media import encoded_video
 from shared.models.ar.bundle import assign
-from shared.models.diffusion.family import NEGATIVE, Conditions, Family
+from shared.models.diffusion.family import NEGATIVE, Conditions, Family, opened
 from shared.models.tensors import decode
 from shared.sde import loop
 from shared.sde.seeds import noise_groups, prompt_group
@@ -38,8 +39,10 @@ class DiffusersEngine(BatchingEngine):
         self.family, self.pipe, self.params = family, pipe, params
         self.model = family.model(pipe)
         self.version = -1
-        self.encoded: OrderedDict[str, Conditions] = OrderedDict()
-        """By prompt, one row each, on the CPU: the encoders are not trained."""
+        self.encoded: OrderedDict[Asked, Conditions] = OrderedDict()
+        """One row each, on the CPU: the encoders are not trained."""
+        self.kept = 0
+        """Bytes of them."""
         super().__init__(params.forward_batch_size, params.batch_wait_ms)
 
     def load(self, files: Sequence[tuple[str, Buffer]]) -> dict[str, Tensor]:
@@ -56,10 +59,10 @@ class DiffusersEngine(BatchingEngine):
     def probe(self) -> float | None:
         if self.running or not self.encoded:
             return None
-        prompt, cond = next(iter(self.encoded.items()))
+        asked, cond = next(iter(self.encoded.items()))
         side = 2 * self.family.cell_of(self.pipe)
-        shape = self.family.latent_shape(self.pipe, side, side, 1)
-        x = loop.initial_noise(0, [prompt], shape)
+        shape = self.family.latent_shape(self.pipe, *(asked.size or (side, side, 1)))
+        x = loop.initial_noise(0, [asked.prompt], shape)
         scale = 1.0 if self.family.guides(1.0) else 0.0
         found = self.family.predict(
             self.model, x.to(self._device), torch.full((1,), 0.5, device=self._device), cond, cond, scale
@@ -92,12 +95,12 @@ class DiffusersEngine(BatchingEngine):
             raise ValueError(f"the diffusers engine cannot do {type(params).__name__}")
         self._check(params)
         jobs = [
-            _Row(place, number, name, prompt)
+            _Row(place, number, name, asked)
             for place, item in enumerate(batch)
             for number, s in enumerate(item.samples)
-            for name, prompt in _named(s)
+            for name, asked in self._named(s, params)
         ]
-        encoded = self._encode([*dict.fromkeys(row.prompt for row in jobs), *self._against(params)])
+        encoded = self._encode([word for row in jobs for word in (row.asked, *self._against(row.asked, params))])
         made: dict[tuple[int, int], list[Made]] = {}
         missing = [rows(item.samples) for item in batch]
         for low in range(0, len(jobs), self.max_rows):
@@ -140,20 +143,49 @@ class DiffusersEngine(BatchingEngine):
         found: torch.device = next(self.model.parameters()).device
         return found
 
-    def _against(self, params: DiffusionSamplingParams) -> list[str]:
+    def _asked(self, prompt: Part, params: DiffusionSamplingParams) -> list[Asked]:
+        """What the rows of the prompts' Part ask for. ValueError for a reference that is missing, or too many."""
+        found = []
+        for name, text, reference in zip(prompt.sample_ids, prompt.text, prompt.references, strict=True):
+            if bool(reference) != self.family.pictured:
+                what = (
+                    "needs a reference, and has none"
+                    if self.family.pictured
+                    else "has a reference, which the family cannot use"
+                )
+                raise ValueError(f"prompt {name}: {what}")
+            size = (params.height, params.width, params.num_frames) if reference else ()
+            found.append(Asked(text, reference, size))
+        return found
+
+    def _named(self, sample: Sample, params: DiffusionSamplingParams) -> list[tuple[str, Asked]]:
+        """(id, what it is made of) of each row to make."""
+        prompts = dict(zip(sample.parts[0].sample_ids, self._asked(sample.parts[0], params), strict=True))
+        return [(name, prompts[name.rpartition("/")[0]]) for name in sample.frontier.sample_ids]
+
+    def _against(self, asked: Asked, params: DiffusionSamplingParams) -> list[Asked]:
         """The negative prompt, where guidance needs one."""
-        return [params.negative_prompt] if self.family.guides(params.guidance_scale) else []
+        return [asked._replace(prompt=params.negative_prompt)] if self.family.guides(params.guidance_scale) else []
+
+    def _negative(
+        self, some: Sequence[Asked], params: DiffusionSamplingParams, encoded: Encoded, at: torch.device
+    ) -> Conditions:
+        """Conditions of the negative prompts but for the references', which guidance keeps; empty without guidance."""
+        rows = [encoded[against] for asked in some for against in self._against(asked, params)]
+        kept = [{n: value for n, value in row.items() if n not in self.family.of_reference} for row in rows]
+        return self.family.stacked(kept, at) if kept else {}
 
     @torch.no_grad()
-    def _sampled(self, some: Sequence[_Row], params: DiffusionSamplingParams, encoded: dict[str, Conditions]) -> list[Made]:
+    def _sampled(self, some: Sequence[_Row], params: DiffusionSamplingParams, encoded: Encoded) -> list[Made]:
         """Trajectory, log-probs, and uint8 pixels [(frames,) height, width, 3] of each row."""
         device, storage = self._device, DTYPES[self.params.trajectory_dtype]
         shape = self.family.latent_shape(self.pipe, params.height, params.width, params.num_frames)
         ids = [row.name for row in some]
-        keyed = [prompt_group(row.prompt, int(row.name.rpartition("/")[2])) for row in some] if params.noise_by_prompt else None
-        cond = self.family.stacked([encoded[row.prompt] for row in some], device)
-        against = [encoded[prompt] for prompt in self._against(params)]
-        negative = self.family.stacked(against * len(some), device) if against else None
+        asked = [row.asked for row in some]
+        numbers = [int(name.rpartition("/")[2]) for name in ids]
+        keyed = [prompt_group(a.prompt, k) for a, k in zip(asked, numbers, strict=True)] if params.noise_by_prompt else None
+        cond = self.family.stacked([encoded[a] for a in asked], device)
+        negative = self._negative(asked, params, encoded, device) or None
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return self.family.predict(self.model, x.float(), sigma, cond, negative, params.guidance_scale)
@@ -180,9 +212,7 @@ class DiffusersEngine(BatchingEngine):
         scores = None if found.log_probs is None else found.log_probs.cpu().numpy()
         return [Made(found.positions, latents[k], None if scores is None else scores[k], whole[k]) for k in range(len(some))]
 
-    def _filled(
-        self, sample: Sample, params: DiffusionSamplingParams, made: Sequence[Made], encoded: dict[str, Conditions]
-    ) -> Sample:
+    def _filled(self, sample: Sample, params: DiffusionSamplingParams, made: Sequence[Made], encoded: Encoded) -> Sample:
         scores = [one.log_probs for one in made if one.log_probs is not None]
         segment = LatentSegment(
             latents=np.stack([one.latents for one in made]),
@@ -191,37 +221,56 @@ class DiffusersEngine(BatchingEngine):
             sde_indices=params.resolve_sde_indices(),
             log_probs=np.stack(scores) if scores else None,
         )
-        kind = "video" if self.family.video else "image"
         filled = sample.fill(
             segment,
-            primitives={kind: tuple(Media(mime=f"{kind}/raw", data=one.pixels) for one in made)},
+            primitives={"video" if self.family.video else "image": tuple(self._media(one.pixels) for one in made)},
             status=("ok",) * len(made),
             output_version=np.full(len(made), self.version, np.int64),
         )
         return Sample((self._conditioned(sample.parts[0], encoded, params), *filled.parts[1:]))
 
-    def _encode(self, prompts: Sequence[str]) -> dict[str, Conditions]:
-        """Each prompt's conditions, from the cache or the encoders; new ones together."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.encoded]
+    def _media(self, pixels: np.ndarray[Any, Any]) -> Media:
+        if not self.family.video or self.params.video == "raw":
+            return Media(mime="video/raw" if self.family.video else "image/raw", data=pixels)
+        self.progress = time.monotonic()
+        return encoded_video(pixels, self.params.frame_rate, self.params.crf)
+
+    def _encode(self, wanted: Sequence[Asked]) -> Encoded:
+        """The conditions of each, from the cache or the encoders; new ones together."""
+        new = [asked for asked in dict.fromkeys(wanted) if asked not in self.encoded]
         if new:
-            cond = self.family.encode(self.pipe, new)
-            for row, prompt in enumerate(new):
-                self.encoded[prompt] = {name: value[row : row + 1].cpu() for name, value in cond.items()}
-        found = {prompt: self.encoded[prompt] for prompt in prompts}
-        for prompt in found:
-            self.encoded.move_to_end(prompt)
-        while len(self.encoded) > self.params.cached_prompts:
-            self.encoded.popitem(last=False)
+            frames = new[0].size[2] if new[0].size else 1
+            pictures = [opened(asked.reference, *asked.size[:2]) for asked in new if asked.size]
+            cond = self.family.encode(self.pipe, [asked.prompt for asked in new], pictures, frames)
+            for row, asked in enumerate(new):  # a row of its own: a view would keep its neighbours
+                self.encoded[asked] = {name: value[row : row + 1].cpu().clone() for name, value in cond.items()}
+                self.kept += _bytes(self.encoded[asked])
+        found = {asked: self.encoded[asked] for asked in wanted}
+        for asked in found:
+            self.encoded.move_to_end(asked)
+        while len(self.encoded) > 1 and self.kept > self.params.cache_mb * 2**20:
+            self.kept -= _bytes(self.encoded.popitem(last=False)[1])
         return found
 
-    def _conditioned(self, prompt: Part, encoded: dict[str, Conditions], params: DiffusionSamplingParams) -> Part:
+    def _conditioned(self, prompt: Part, encoded: Encoded, params: DiffusionSamplingParams) -> Part:
         """The prompt's Part with what replay needs of it, once for all samples of a prompt; `negative.…`: of guidance."""
-        texts, cpu = prompt.text, torch.device("cpu")
-        cond = self.family.stacked([encoded[text] for text in texts], cpu)
-        for negative in self._against(params):
-            against = self.family.stacked([encoded[negative]] * len(texts), cpu)
-            cond |= {f"{NEGATIVE}{name}": value for name, value in against.items()}
+        asked, cpu = self._asked(prompt, params), torch.device("cpu")
+        cond = self.family.stacked([encoded[one] for one in asked], cpu)
+        cond |= {f"{NEGATIVE}{name}": value for name, value in self._negative(asked, params, encoded, cpu).items()}
         return msgspec.structs.replace(prompt, conditions={name: _plain(value) for name, value in cond.items()})
+
+
+class Asked(NamedTuple):
+    """What a picture is made of."""
+
+    prompt: str
+    reference: str = ""
+    """Path of the picture that the prompt is about."""
+    size: tuple[int, ...] = ()
+    """With a reference: height, width, frames of what is made."""
+
+
+Encoded = dict[Asked, Conditions]
 
 
 class _Row(NamedTuple):
@@ -232,7 +281,7 @@ class _Row(NamedTuple):
     number: int
     """Of its Sample in the slice."""
     name: str
-    prompt: str
+    asked: Asked
 
 
 class Made(NamedTuple):
@@ -245,10 +294,8 @@ class Made(NamedTuple):
     pixels: np.ndarray[Any, Any]
 
 
-def _named(sample: Sample) -> list[tuple[str, str]]:
-    """(id, prompt) of each row to make."""
-    prompts = dict(zip(sample.parts[0].sample_ids, sample.parts[0].text, strict=True))
-    return [(name, prompts[name.rpartition("/")[0]]) for name in sample.frontier.sample_ids]
+def _bytes(cond: Conditions) -> int:
+    return sum(value.nbytes for value in cond.values())
 
 
 def _plain(value: Tensor) -> np.ndarray[Any, Any]:

@@ -9,10 +9,13 @@ from shared.models.diffusion.family import Family
 FAMILIES: dict[str, tuple[str, str]] = {
     "sd3": ("sd3", "SD3"),
     "qwen_image": ("qwen_image", "QwenImage"),
+    "qwen_image_edit": ("qwen_image", "QwenImageEdit"),
     "flux2_klein": ("flux2_klein", "Flux2Klein"),
     "z_image": ("z_image", "ZImage"),
     "wan21": ("wan", "Wan21"),
     "wan22": ("wan", "Wan22"),
+    "wan21_i2v": ("wan", "Wan21I2V"),
+    "wan22_i2v": ("wan", "Wan22I2V"),
     "hunyuan_video": ("hunyuan_video", "HunyuanVideo"),
     "hunyuan_video15": ("hunyuan_video15", "HunyuanVideo15"),
 }

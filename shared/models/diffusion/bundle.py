@@ -35,7 +35,12 @@ def load_pipeline(folder: Path) -> Any:
         )
     there = {name for name, about in index.items() if about and about != [None, None]}
     absent = (set(inspect.signature(kind.__init__).parameters) & OPTIONAL) - there - set(kind._optional_components)
-    pipe = kind.from_pretrained(str(folder), local_files_only=True, **dict.fromkeys(absent))
+    given: dict[str, Any] = dict.fromkeys(absent)
+    if index.get("processor") == ["transformers", "Qwen2VLProcessor"]:
+        from shared.models.diffusion.qwen_processor import load_processor
+
+        given["processor"] = load_processor(folder / "processor")
+    pipe = kind.from_pretrained(str(folder), local_files_only=True, **given)
     pipe.set_progress_bar_config(disable=True)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):

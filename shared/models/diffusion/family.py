@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 Conditions = dict[str, Tensor]
@@ -33,6 +34,11 @@ class Family:
     """Frames are 4 k + 1."""
     trained: ClassVar[tuple[str, ...]] = ("transformer",)
     """Parts of the pipeline that are trained, by their names."""
+
+    pictured: ClassVar[bool] = False
+    """A prompt is a text and a picture, the reference: image to image, image to video."""
+    of_reference: ClassVar[tuple[str, ...]] = ()
+    """Conditions that are made of the reference alone: guidance leads away from the text, and keeps them."""
 
     ragged: ClassVar[tuple[str, ...]] = ()
     """Conditions [rows, tokens, …] that a mask or a length covers: where texts of different lengths meet, zeros fill up."""
@@ -57,8 +63,13 @@ class Family:
         """Of this pipeline: VAEs and patches may be smaller."""
         return self.cell
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
-        """Rows in the order of the prompts. Call it without gradients."""
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
+        """Rows in the order of the prompts. Call it without gradients.
+
+        Args:
+            pictures: the prompts' references in families that take one, at the size of what is made.
+            frames: of the video that is made.
+        """
         raise NotImplementedError
 
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
@@ -96,6 +107,7 @@ class Family:
             return velocity
         if negative is None:
             raise ValueError(f"guidance_scale {scale}: needs a negative prompt's conditions")
+        negative = negative | {name: cond[name] for name in self.of_reference if name in cond}
         return self.guided(velocity, self.velocity(model, x, sigma, negative), scale)
 
     def sigmas(self, pipe: Any, steps: int, shape: tuple[int, ...]) -> Tensor:
@@ -131,6 +143,22 @@ class Family:
         shift = getattr(config, "shift_factor", None) or 0.0
         found: Tensor = pipe.vae.decode(x / config.scaling_factor + shift, return_dict=False)[0]
         return found
+
+
+def opened(path: str, height: int, width: int) -> Image.Image:
+    """A picture in a file, brought to this size. ValueError for a file that is none."""
+    try:
+        with Image.open(path) as file:
+            return file.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    except OSError as error:
+        raise ValueError(f"{path} is no picture that can be read: {error}") from error
+
+
+def pixels_of(pipe: Any, pictures: Sequence[Image.Image]) -> Tensor:
+    """float32 [B, 3, height, width] in -1 … 1, where the VAE is."""
+    stacked = np.stack([np.asarray(picture, np.float32) for picture in pictures])
+    found: Tensor = torch.from_numpy(stacked).movedim(3, 1) / 127.5 - 1
+    return found.to(next(pipe.vae.parameters()).device)
 
 
 def mode(pipe: Any, pixels: Tensor) -> Tensor:

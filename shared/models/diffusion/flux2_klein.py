@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from shared.models.diffusion.family import Conditions, Family, mode
@@ -13,7 +15,7 @@ from shared.sde.sigmas import flux2_klein_mu
 class Flux2Klein(Family):
     pipeline = "Flux2KleinPipeline"
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
         return {"text": pipe.encode_prompt(prompts)[0]}
 
     def latent_shape(self, pipe: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:

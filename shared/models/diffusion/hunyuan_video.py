@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from shared.models.diffusion.family import Conditions, Family, video_shape
@@ -14,7 +16,7 @@ class HunyuanVideo(Family):
     pipeline = "HunyuanVideoPipeline"
     video = True
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
         text, pooled, mask = pipe.encode_prompt(prompts)
         return {"text": text, "pooled": pooled, "mask": mask}
 

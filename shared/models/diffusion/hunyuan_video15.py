@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from shared.models.diffusion.family import Conditions, Family, video_shape
@@ -16,7 +18,7 @@ class HunyuanVideo15(Family):
     pipeline = "HunyuanVideo15Pipeline"
     video = True
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
         text, mask, glyph, glyph_mask = pipe.encode_prompt(prompts, batch_size=len(prompts))
         return {"text": text, "mask": mask, "glyph": glyph, "glyph_mask": glyph_mask}
 

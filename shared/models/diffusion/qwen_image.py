@@ -1,12 +1,17 @@
-"""Qwen-Image: 2 x 2 patches as tokens, masked text, guidance that keeps the norm of the conditional velocity."""
+"""Qwen-Image and Qwen-Image-Edit: 2 x 2 patches as tokens, masked text, guidance that keeps the norm of the conditional
+velocity. The picture to edit is seen twice: by the text encoder, and as latents behind those that are denoised.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from PIL import Image
 from torch import Tensor
 
-from shared.models.diffusion.family import Conditions, Family, full_mask, mode, normalized, per_channel
+from shared.models.diffusion.family import Conditions, Family, full_mask, mode, normalized, per_channel, pixels_of
 
 
 class QwenImage(Family):
@@ -14,7 +19,7 @@ class QwenImage(Family):
 
     ragged = ("text", "mask")
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
         text, mask = pipe.encode_prompt(prompts)
         return {"text": text, "mask": full_mask(text, mask)}
 
@@ -23,16 +28,20 @@ class QwenImage(Family):
         return (pipe.transformer.config.in_channels // 4, 2 * (height // cell), 2 * (width // cell))
 
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
-        mask = cond["mask"]
+        mask, tokens = cond["mask"], patches(x)
+        shapes = [(1, x.shape[2] // 2, x.shape[3] // 2)]
+        if (reference := cond.get("reference")) is not None:
+            tokens = torch.cat([tokens, patches(reference.to(x))], 1)
+            shapes.append((1, reference.shape[2] // 2, reference.shape[3] // 2))
         found = model(
-            hidden_states=patches(x),
+            hidden_states=tokens,
             timestep=sigma,
             encoder_hidden_states=cond["text"],
             encoder_hidden_states_mask=None if bool(mask.all()) else mask,
-            img_shapes=[[(1, x.shape[2] // 2, x.shape[3] // 2)]] * len(x),
+            img_shapes=[shapes] * len(x),
             return_dict=False,
         )[0]
-        return unpatched(found, x)
+        return unpatched(found[:, : x.shape[2] * x.shape[3] // 4], x)
 
     def guided(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """Rescaled to the conditional's norm, token by token."""
@@ -46,6 +55,16 @@ class QwenImage(Family):
     def decode(self, pipe: Any, x: Tensor) -> Tensor:
         found: Tensor = pipe.vae.decode(per_channel(pipe.vae, x.unsqueeze(2)), return_dict=False)[0]
         return found[:, :, 0]
+
+
+class QwenImageEdit(QwenImage):
+    pipeline = "QwenImageEditPipeline"
+    pictured = True
+    of_reference = ("reference",)
+
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
+        text, mask = pipe.encode_prompt(prompts, image=list(pictures))
+        return {"text": text, "mask": full_mask(text, mask), "reference": self.clean(pipe, pixels_of(pipe, pictures))}
 
 
 def patches(x: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from shared.models.diffusion.family import Conditions, Family
@@ -12,7 +14,7 @@ from shared.models.diffusion.family import Conditions, Family
 class SD3(Family):
     pipeline = "StableDiffusion3Pipeline"
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
         """Where the pipeline has no T5, one zero token stands for its text, not as many as the longest would have."""
         longest = {} if pipe.text_encoder_3 is not None else {"max_sequence_length": 1}
         text, _, pooled, _ = pipe.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, **longest)

@@ -1,16 +1,17 @@
-"""Wan 2.1 and 2.2, text to video. 2.2 has two experts: one for high noise, one for low."""
+"""Wan 2.1 and 2.2, text or a first frame to video. 2.2 has two experts: one for high noise, one for low."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
-from shared.models.diffusion.family import Conditions, Family, mode, normalized, per_channel, video_shape
+from shared.models.diffusion.family import Conditions, Family, mode, normalized, per_channel, pixels_of, video_shape
 
 TEXT_TOKENS = 512
 """Padding is attended: texts keep this length."""
@@ -20,7 +21,7 @@ class Wan21(Family):
     pipeline = "WanPipeline"
     video = True
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
         text, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS)
         return {"text": text}
 
@@ -28,7 +29,11 @@ class Wan21(Family):
         return video_shape(pipe, pipe.transformer.config.in_channels, height, width, frames)
 
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
-        found: Tensor = model(hidden_states=x, timestep=sigma * 1000, encoder_hidden_states=cond["text"], return_dict=False)[0]
+        seen: dict[str, Any] = {"encoder_hidden_states_image": cond["seen"]} if "seen" in cond else {}
+        if (first := cond.get("first_frame")) is not None:
+            x = torch.cat([x, first.to(x)], 1)
+        text = cond["text"]
+        found: Tensor = model(hidden_states=x, timestep=sigma * 1000, encoder_hidden_states=text, **seen, return_dict=False)[0]
         return found
 
     def grid(self, steps: int) -> None:
@@ -59,6 +64,39 @@ class Wan22(Wan21):
         if bool(high.any()) != bool(high.all()):
             raise ValueError(f"sigmas {sigma.tolist()} lie on both sides of the experts' boundary {self.boundary}")
         return super().velocity(functools.partial(model, "high" if bool(high[0]) else "low"), x, sigma, cond)
+
+
+class Wan21I2V(Wan21):
+    """The video begins with the reference: its latents, and a mask of the frames that are given, are channels of the input; in
+    2.1 the text's attention also sees CLIP's tokens of it.
+    """
+
+    pipeline = "WanImageToVideoPipeline"
+    pictured = True
+    of_reference = ("first_frame", "seen")
+
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
+        return super().encode(pipe, prompts) | self.seen(pipe, pictures, frames)
+
+    def seen(self, pipe: Any, pictures: Sequence[Image.Image], frames: int) -> Conditions:
+        """Of the references alone."""
+        first = pixels_of(pipe, pictures).unsqueeze(2)
+        rest = first.new_zeros(*first.shape[:2], frames - 1, *first.shape[3:])
+        latents = normalized(pipe.vae, mode(pipe, torch.cat([first, rest], 2)))
+        mask = latents.new_zeros(len(latents), pipe.vae_scale_factor_temporal, *latents.shape[2:])
+        mask[:, :, 0] = 1
+        found = {"first_frame": torch.cat([mask, latents], 1)}
+        if pipe.transformer.config.image_dim is not None:
+            found["seen"] = pipe.encode_image(list(pictures))
+        return found
+
+    def latent_shape(self, pipe: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        return video_shape(pipe, pipe.vae.config.z_dim, height, width, frames)
+
+
+class Wan22I2V(Wan21I2V, Wan22):
+    def __init__(self, boundary: float = 0.9) -> None:
+        super().__init__(boundary)
 
 
 class Experts(torch.nn.ModuleDict):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -16,7 +18,7 @@ class ZImage(Family):
 
     ragged = ("text",)
 
-    def encode(self, pipe: Any, prompts: list[str]) -> Conditions:
+    def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
         texts, _ = pipe.encode_prompt(list(prompts), do_classifier_free_guidance=False)  # it edits the list that it is given
         return ragged(texts)
 

@@ -99,6 +99,19 @@ class Aesthetic(ImageText):
     """The predictor's own weights."""
 
 
+class ImageReward(ImageText):
+    weights: str
+    """ImageReward's own weights; in `path` lies BERT's tokenizer."""
+
+
+class HpsV3(ImageText):
+    weights: str
+    """HPS v3's own weights; in `path` lie Qwen2-VL's config, tokenizer and processor."""
+    instruction: str
+    """File of the text that it was trained with, published with its weights, with `{prompt}` in it."""
+    batch_size: int = pydantic.Field(4, ge=1)
+
+
 class Asking(Params):
     """How another service is asked over HTTP."""
 
@@ -357,6 +370,8 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("scorer", "clip_score", ImageText, "how well a picture fits its prompt, by CLIP", _MODEL),
     ("scorer", "pick_score", ImageText, "how people would choose among pictures of a prompt, by PickScore", _MODEL),
     ("scorer", "hps_v2", ImageText, "how people would choose among pictures of a prompt, by HPS v2", _MODEL),
+    ("scorer", "hps_v3", HpsV3, "how people would choose among pictures of a prompt, by HPS v3", _MODEL),
+    ("scorer", "image_reward", ImageReward, "how people would choose among pictures of a prompt, by ImageReward", _MODEL),
     ("scorer", "aesthetic", Aesthetic, "how a picture pleases, by LAION's predictor", _MODEL),
     ("engine", "diffusers", Diffusers, "Hugging Face diffusers' flow-matching pipelines", {"torch": True, "media": True}),
     ("engine", "transformers", Engine, "Hugging Face transformers, batched, with a KV cache", {"torch": True}),

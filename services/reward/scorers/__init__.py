@@ -25,6 +25,8 @@ BUILTIN = {
     "clip_score": "services.reward.scorers.image_text:ImageTextScorer",
     "pick_score": "services.reward.scorers.image_text:PickScoreScorer",
     "hps_v2": "services.reward.scorers.image_text:HpsV2Scorer",
+    "hps_v3": "services.reward.scorers.hps_v3:HpsV3Scorer",
+    "image_reward": "services.reward.scorers.image_reward:ImageRewardScorer",
     "aesthetic": "services.reward.scorers.image_text:AestheticScorer",
     "llm_judge": "services.reward.scorers.llm_judge:LlmJudgeScorer",
     "remote_http": "services.reward.scorers.remote_http:RemoteHttpScorer",

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from services.reward.scorers.images import frames
+from services.reward.scorers.weights import device, open_tensors, rating_head
 from shared.config.builtin import Aesthetic, ImageText
 from shared.config.problems import bad
 from shared.config.settings import from_environment
@@ -40,7 +40,7 @@ class ClipModel:
             if not (folder / "preprocessor_config.json").exists():
                 raise bad("path", path, "the folder has no preprocessor_config.json", "a CLIP model's folder")
             how: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
-            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.device = device()
             self.model = CLIPModel.from_pretrained(folder, **how).eval().to(self.device)
             self.processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -114,21 +114,15 @@ class HpsV2Scorer(ImageTextScorer):
 class AestheticScorer:
     """The LAION predictor: a small network on CLIP's embedding, trained on ratings from 1 to 10; over 10."""
 
-    WIDTHS = (1024, 128, 64, 16, 1)
-
     def __init__(self, params: Aesthetic) -> None:
         self.params = params
         self.clip = ClipModel(params.path, "aesthetic", params.batch_size)
-        width, layers = int(self.clip.model.config.projection_dim), list[nn.Module]()
-        for size in self.WIDTHS:  # the numbers of the layers are those of the published file
-            layers += [nn.Linear(width, size), *([nn.Dropout(0.0)] if size > 16 else [])]
-            width = size
-        self.head = nn.ModuleDict({"layers": nn.Sequential(*layers)})
-        place = from_environment().allowed(params.head, "head")
+        legal = f"a safetensors file of the tensors of {DOWNLOADS['aesthetic']}, a pickle: convert it once, elsewhere"
+        tensors = open_tensors(params.head, "head", legal)
+        self.head = nn.ModuleDict({"layers": rating_head(int(self.clip.model.config.projection_dim))})
         try:
-            self.head.load_state_dict(load_file(place))
-        except (SafetensorError, RuntimeError, OSError, ValueError) as error:
-            legal = f"a safetensors file of the tensors of {DOWNLOADS['aesthetic']}, a pickle: convert it once, elsewhere"
+            self.head.load_state_dict(tensors)
+        except RuntimeError as error:
             raise bad("head", params.head, str(error).partition("\n")[0], legal) from error
         self.head.eval().to(self.clip.device)
 

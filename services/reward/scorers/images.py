@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,23 @@ def frames(row: RewardRequest, count: int) -> list[Image.Image]:
     held = frames_of(row)
     places = np.unique(np.linspace(0, len(held) - 1, count).round().astype(int)) if count > 1 else [len(held) // 2]
     return [Image.fromarray(held[k]) for k in places]
+
+
+def mean_over_frames(
+    rows: Sequence[RewardRequest],
+    count: int,
+    batch: int,
+    score: Callable[[Sequence[Image.Image], Sequence[str]], Sequence[float]],
+) -> list[float | None]:
+    """Of each row the mean score of its frames. `score`: of so many pictures and their prompts at once."""
+    shown = [frames(row, count) for row in rows]
+    flat = [(picture, row.prompt) for row, own in zip(rows, shown, strict=True) for picture in own]
+    found: list[float] = []
+    for low in range(0, len(flat), batch):
+        pictures, prompts = zip(*flat[low : low + batch], strict=True)
+        found += score(pictures, prompts)
+    ends = np.cumsum([0, *map(len, shown)]).tolist()
+    return [float(np.mean(found[low:high])) for low, high in itertools.pairwise(ends)]
 
 
 def given(row: RewardRequest) -> list[Image.Image]:

@@ -19,6 +19,7 @@ import msgspec
 from services.reward.verdict import failed, verdict
 from shared.agent.process import PARENT, guard_parent
 from shared.types.rewards import RewardRequest, RewardResponse
+from shared.wire import codec
 
 START_S = 120.0
 """Longest time for the scorer's imports."""
@@ -40,7 +41,7 @@ class IsolatedScorer:
         try:
             if self.process is None:
                 self._start()
-            answer = self._ask(msgspec.msgpack.encode(list(rows)), self.timeout_s)
+            answer = self._ask(codec.encode(list(rows)), self.timeout_s)
             return msgspec.msgpack.decode(answer, type=RewardResponse)
         except (ScorerTimeout, OSError, msgspec.DecodeError) as error:
             self.close()
@@ -114,7 +115,7 @@ def main() -> None:
         return
     _send(out, msgspec.msgpack.encode("ready"))
     while (frame := read()) is not None:
-        rows = msgspec.msgpack.decode(frame, type=list[RewardRequest])
+        rows = codec.decode(frame, list[RewardRequest])
         _send(out, msgspec.msgpack.encode(verdict(scorer.score, rows)))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 
 from services.reward import scorers
+from services.reward.isolated import IsolatedScorer
 from services.reward.scorers import geneval2, ocr
 from shared.config.problems import BadInput
 from shared.types import RewardRequest
@@ -200,6 +202,38 @@ def test_a_judge_sees_the_picture(other: Other) -> None:
     assert url.startswith("data:image/png;base64,")
     sent = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
     assert np.array_equal(sent, pixels)
+
+
+def test_a_judge_sees_what_a_prompt_is_about_first(other: Other, tmp_path: Path) -> None:
+    other.answers = [(200, {}, said("Score: 5"))]
+    Image.new("RGB", (4, 6), "red").save(tmp_path / "before.png")
+    row = msgspec.structs.replace(shown(np.zeros((8, 8, 3)), "make it black"), reference=str(tmp_path / "before.png"))
+    assert load("llm_judge", {"base_url": f"{other.url}/v1", "model": "m"}).score([row]) == [0.5]
+    sizes = [opened(part).size for part in other.seen[0][1]["messages"][0]["content"][:-1]]
+    assert sizes == [(4, 6), (8, 8)]
+    gone = msgspec.structs.replace(row, reference=str(tmp_path / "gone.png"))
+    assert load("llm_judge", {"base_url": f"{other.url}/v1", "model": "m"}).score([gone]) == [None]
+
+
+def opened(part: dict[str, Any]) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
+
+
+def test_pictures_go_to_scorers_elsewhere(other: Other, tmp_path: Path) -> None:
+    """Over HTTP as files; into a process of its own as they are."""
+    other.answers = [(200, {}, lambda body: {"scores": [1.0] * len(body["rows"])})]
+    Image.new("RGB", (4, 6), "red").save(tmp_path / "before.png")
+    pixels = np.full((8, 10, 3), 77, np.uint8)
+    rows = [shown(pixels, "a"), msgspec.structs.replace(shown(pixels, "b"), reference=str(tmp_path / "before.png"))]
+    assert load("remote_http", {"url": other.url}).score(rows) == [1.0, 1.0]
+    first, second = other.seen[0][1]["rows"]
+    assert "reference" not in first and first["media"]["mime"] == "image/png"
+    sent = np.asarray(Image.open(io.BytesIO(base64.b64decode(second["media"]["base64"]))))
+    assert np.array_equal(sent, pixels)
+    assert Image.open(io.BytesIO(base64.b64decode(second["reference"]["base64"]))).size == (4, 6)
+    scorer = IsolatedScorer("brightness", {}, timeout_s=30)
+    assert scorer.score(rows).scores == pytest.approx([77 / 255] * 2)
+    scorer.close()
 
 
 def test_questions_about_a_picture(other: Other) -> None:

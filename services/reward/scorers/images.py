@@ -50,9 +50,15 @@ def given(row: RewardRequest) -> list[Image.Image]:
         raise ValueError(f"{row.sample_id}: its reference {row.reference} cannot be read: {error}") from error
 
 
-def message_part(picture: Image.Image) -> dict[str, Any]:
-    """As messages of an OpenAI-compatible API hold it: PNG."""
+def as_png(picture: Image.Image) -> tuple[str, bytes]:
+    """(media type, file)."""
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return "image/png", buffer.getvalue()
+
+
+def message_part(picture: Image.Image) -> dict[str, Any]:
+    """As messages of an OpenAI-compatible API hold it: PNG."""
+    mime, data = as_png(picture)
+    url = f"data:{mime};base64," + base64.b64encode(data).decode()
     return {"type": "image_url", "image_url": {"url": url}}

@@ -1,13 +1,14 @@
 """A scorer that runs elsewhere, asked over HTTP: `POST {url}` with rows, answered with one number a row.
 
 Request: `{"scorer", "rows": [{"sample_id", "prompt", "completion", "truncated", "tokens", "metadata"}]}`, an `Idempotency-Key`
-that is the same for every attempt, and `X-Scorer-Version` if a version is pinned. Answer: `{"scores": [number | null],
-"version"}`, the numbers in the rows' order, with `sample_ids` echoed where the service gives them. `POST /score` of the reward
-service is one.
+that is the same for every attempt, and `X-Scorer-Version` if a version is pinned. A row with a picture or video has it as
+`"media": {"mime", "base64"}`, a PNG or MP4, and the picture that its prompt is about as `"reference"`, likewise. Answer:
+`{"scores": [number | null], "version"}`, the numbers in the rows' order, with `sample_ids` echoed where the service gives them.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import msgspec
 
 from services.reward.scorers.http import Caller, authorization
+from services.reward.scorers.images import as_png, given
 from shared.config.builtin import RemoteHttp
+from shared.media import as_file
 from shared.types.rewards import RewardRequest
 
 
@@ -41,7 +44,7 @@ class RemoteHttpScorer:
         ]
 
     def _piece(self, rows: Sequence[RewardRequest]) -> list[float | None]:
-        body = {"scorer": self.params.scorer, "rows": msgspec.to_builtins(list(rows))}
+        body = {"scorer": self.params.scorer, "rows": [_plain(row) for row in rows]}
         digest = hashlib.sha256(msgspec.json.encode(body)).hexdigest()
         answer = self.caller.post(self.params.url, body, {"Idempotency-Key": digest})
         if not isinstance(answer, dict):
@@ -55,3 +58,13 @@ class RemoteHttpScorer:
         if not isinstance(scores, list) or len(scores) != len(rows):
             raise ValueError("the answer has another number of scores")
         return scores
+
+
+def _plain(row: RewardRequest) -> dict[str, Any]:
+    """As JSON: pictures and videos as files in base64."""
+    found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(row, media=None, reference=""))
+    del found["media"], found["reference"]
+    files = {"media": as_file(row.media)} if row.media is not None else {}
+    for picture in given(row):
+        files["reference"] = as_png(picture)
+    return found | {n: {"mime": mime, "base64": base64.b64encode(data).decode()} for n, (mime, data) in files.items()}

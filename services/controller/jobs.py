@@ -13,6 +13,7 @@ import msgspec
 import redis
 
 from services.controller import lifecycles, trackers
+from services.controller.data.encoder import encoder_of
 from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooLong, check_taught
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
@@ -131,7 +132,8 @@ def open_job(doc: JobDoc, settings: Settings) -> Job:
     if media:
         (check_size if plan.route else check_picture)(recipe, files.files)
         facts = specs.find("family", recipe.model.family, "model.family").flags
-        intake = MediaIntake(files.files, recipe.data, settings.allowed, facts["pictured"])
+        encoder = encoder_of(files.files, facts["text"])
+        intake = MediaIntake(files.files, recipe.data, settings.allowed, facts["pictured"], encoder)
     else:
         intake = Intake(files.files, recipe.data, recipe.rollout.sampling.max_new_tokens if plan.route else 1)
     train = _data_set(recipe, recipe.data.source, "data.source", intake, settings)
@@ -251,7 +253,8 @@ def _check_records(source: Source, intake: Any, at: str, recipe: Recipe) -> None
                 continue
             legal = f"1 to {intake.limit} tokens" if intake.limit else "at least 1 token"
             if isinstance(intake, MediaIntake):
-                legal = "a text, not empty, with a reference" if intake.pictured else "a text, not empty, and no reference"
+                reference = "with a reference" if intake.pictured else "and no reference"
+                legal = f"a text of 1 to {intake.encoder.limit} tokens {reference}"
             if targets:
                 legal = "a target of at least 1 token that fits behind its prompt"
             problems.append(Problem(field=f"{at} record {row + 1}", message=str(error), legal=legal))
@@ -270,6 +273,12 @@ def _warnings(plan: Plan, job: Job) -> list[str]:
         found.append(
             "train.ema: rollouts sample from the average, not from what is trained; consider algorithm.params.correction"
         )
+    if isinstance(intake := job.train.intake, MediaIntake):
+        cut = f"the text encoder reads {intake.encoder.limit} tokens of a prompt"
+        if intake.encoder.tokenizer is None:
+            found.append(f"{cut}, and its tokenizer cannot be read here: whether prompts are longer is not checked")
+        elif intake.data.on_long == "truncate_right":
+            found.append(f"data.on_long is truncate_right: {cut}, and the rest of longer ones is without effect")
     size = job.train.source.size
     if size is not None and plan.steps * plan.batch_size > size:
         found.append(f"{plan.steps} steps of {plan.batch_size} draw {plan.steps * plan.batch_size / size:.1f} epochs")

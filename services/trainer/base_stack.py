@@ -66,6 +66,8 @@ class Stack:
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.ema = None if section.ema is None else Ema(section.ema, named)
         self.progress = Progress()
+        self.window, self.seen, self.gathered = section.accumulate_rollouts, 0, 0
+        """Batches whose gradients make one update, how many of them have come, and how many of those count."""
         self.tick: Callable[[], None] = lambda: None
         """Called before every micro-batch."""
 
@@ -85,36 +87,49 @@ class Stack:
         raise NotImplementedError
 
     def _train(self, steps: Sequence[Any]) -> StepResult:
+        """A batch's updates, or its share of the one that several batches make: each of those is a mean of its own, and they
+        have one weight."""
         result, tally = StepResult(), Tally()
         losses, norms = [], []
         for part in steps:
+            if not self.gathered:
+                self.optimizer.zero_grad(set_to_none=False)
             try:
-                loss, norm = self._update(part, tally)
+                loss_sum = self._gradients(part, tally)
             except NoActiveTokens as error:
                 result.reason = str(error)
                 continue
-            losses.append(loss)
-            norms.append(norm)
-            if math.isfinite(norm):
-                result.updates += 1
-            else:
-                result.reason = f"the gradient norm is {norm}: {self._culprits()}"
+            self.gathered += 1
+            losses += self.world.total([loss_sum])
+            if self.window == 1:
+                norms.append(self._update(result))
+        if self.window > 1:
+            self.seen += 1
+            if self.seen == self.window and self.gathered:
+                norms.append(self._update(result))
+            self.seen %= self.window
         if self.ema is not None and result.updates:
             self.ema.batch_done(self.progress.version)
         result.metrics = self._figures(tally, losses, norms)
-        self.optimizer.zero_grad(set_to_none=True)
+        if not self.gathered:
+            self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    def _update(self, part: Any, tally: Tally) -> tuple[float, float]:
-        """One optimizer step; returns its loss and gradient norm. The step is left out if the norm is not finite."""
-        self.optimizer.zero_grad(set_to_none=False)
-        loss_sum = self._gradients(part, tally)
+    def _update(self, result: StepResult) -> float:
+        """One optimizer step by the mean of what was gathered; returns the gradient norm. Left out if that is not finite."""
         self._fill_missing_gradients()
+        if self.gathered > 1:
+            for parameter in self.parameters:
+                assert parameter.grad is not None
+                parameter.grad /= self.gathered
+        self.gathered = 0
         norm = global_norm(self.parameters)
         if math.isfinite(norm):
             self._step(norm)
-        [loss] = self.world.total([loss_sum])
-        return loss, norm
+            result.updates += 1
+        else:
+            result.reason = f"the gradient norm is {norm}: {self._culprits()}"
+        return norm
 
     def _fill_missing_gradients(self) -> None:
         """Where no row had an advantage the gradient is exactly 0, and the optimizer's momentum still moves."""
@@ -137,9 +152,13 @@ class Stack:
         tensors = self.backend.tensors(self.optimizer)
         if self.ema is not None:
             tensors |= {f"ema.{name}": value for name, value in self.ema.shadow.items()}
+        if self.window > 1:
+            self._fill_missing_gradients()
+            named = self.backend.named_parameters()
+            tensors |= {f"gradient.{name}": p.grad.detach() for name, p in named.items() if p.grad is not None}
         tensors["rng"] = torch.get_rng_state()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return State(tensors, {"groups": groups})
+        return State(tensors, {"groups": groups, "window": [self.seen, self.gathered]})
 
     def load(self, folder: Path) -> None:
         """From a checkpoint that any number of ranks has written. ValueError if it does not fit."""
@@ -147,6 +166,7 @@ class Stack:
         with torch.no_grad():
             settings = checkpoint.load(folder, tensors, self.world)
         torch.set_rng_state(tensors["rng"])
+        self.seen, self.gathered = settings["window"]
         for group, saved in zip(self.optimizer.param_groups, settings["groups"], strict=True):
             group |= {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
 
@@ -182,7 +202,9 @@ class Stack:
         found = self.world.largest([tally.maxima[n] for n in peaks]) if self._agree(peaks) else list(tally.maxima.values())
         out = Tally(sums, dict(zip(peaks, found, strict=False))).figures()
         if losses:
-            out |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+            out["loss"] = sum(losses) / len(losses)
+        if norms:
+            out["grad_norm"] = sum(norms) / len(norms)
         out["lr"] = float(self.optimizer.param_groups[0]["lr"])
         return out
 

@@ -152,7 +152,7 @@ def build(
             bundle, world, model.dtype, placement, section.activation_checkpointing, section.gradient_sync == "last"
         )
         reference = _reference(doc, model, algorithm, section.replay)
-        total = plan["steps"] * section.num_updates_per_batch
+        total = section.updates(plan["steps"])
         stack: Stack
         if media:
             teachers = {domain: placed(_frozen(model, place)).model for domain, place in _teachers(doc).items()}

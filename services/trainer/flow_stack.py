@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class FlowStack(Stack):
         ValueError for rows of different schedules: one forward pass is at one sigma.
         """
         if not batch.heads:
-            return StepResult(reason="the batch has no row")
+            return replace(self._train([]), reason="the batch has no row")
         work = self._plan(batch, self.section.num_updates_per_batch)
         self._freeze(work)
         found, drawn = self._train(work), work[0].spare.indices

@@ -78,14 +78,7 @@ class TrainStack(Stack):
     def train_track(self, batch: Batch) -> StepResult:
         """All updates of a batch. 0 updates, with a reason, if nothing counts or a gradient is not finite."""
         work = self._plan(batch)
-        return self._train([[part] for part in zip(work, self._freeze(work), strict=True)])
-
-    def train_window(self, batches: Sequence[Batch]) -> StepResult:
-        """One optimizer step for several batches, each a mean of its own with one weight. ValueError for several updates."""
-        if self.section.num_updates_per_batch > 1:
-            raise ValueError("num_updates_per_batch: a window of batches makes one update")
-        work = [own for batch in batches for own in self._plan(batch)]
-        return self._train([[part for own in work for part in zip([own], self._freeze([own]), strict=True)]])
+        return self._train(list(zip(work, self._freeze(work), strict=True)))
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> Measures:
@@ -166,22 +159,19 @@ class TrainStack(Stack):
 
     # one update -----------------------------------------------------------------------------------------------------------
 
-    def _gradients(self, parts: Sequence[Part], tally: Tally) -> float:
-        totals = self.world.total([sum(float(row.mask.sum()) for row in work.rows) for work, _ in parts])
-        if min(totals) <= 0:
+    def _gradients(self, part: Part, tally: Tally) -> float:
+        work, frozen = part
+        [total] = self.world.total([sum(float(row.mask.sum()) for row in work.rows)])
+        if total <= 0:
             raise NoActiveTokens("no token of the step counts: every sequence is empty, masked or failed")
-        loss_sum, left = 0.0, sum(work.most for work, _ in parts)
-        for (work, frozen), total in zip(parts, totals, strict=True):
-            for index in range(work.most):
-                chosen = work.micros[index] if index < len(work.micros) else []
-                left -= 1
-                self.backend.sync(left == 0)
-                loss_sum += self._micro(work, chosen, frozen, total, tally, 1 / len(parts))
+        loss_sum = 0.0
+        for index in range(work.most):
+            chosen = work.micros[index] if index < len(work.micros) else []
+            self.backend.sync(index == work.most - 1)
+            loss_sum += self._micro(work, chosen, frozen, total, tally)
         return loss_sum
 
-    def _micro(
-        self, work: Work, chosen: Sequence[int], frozen: Frozen | None, total: float, tally: Tally, weight: float
-    ) -> float:
+    def _micro(self, work: Work, chosen: Sequence[int], frozen: Frozen | None, total: float, tally: Tally) -> float:
         """Forward and backward of one micro-batch; returns its share of the step's loss.
 
         A rank with fewer than the others runs along with weight 0.
@@ -200,7 +190,7 @@ class TrainStack(Stack):
         if frozen is not None:
             frozen.fill(micro, chosen)
         scale = loss_scale(self.algorithm.aggregation, float(micro.mask.sum()), total, len(members), work.sequences)
-        loss = self.algorithm.loss(micro, tally) * (scale * weight)
+        loss = self.algorithm.loss(micro, tally) * scale
         loss.backward()  # type: ignore[no-untyped-call]
         if micro.rollout is not None:
             _drift(micro, tally)

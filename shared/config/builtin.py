@@ -313,27 +313,30 @@ class MlflowTracker(Params):
     """A tracking server; None: a SQLite file below the state folder."""
 
 
-FAMILIES = (
-    ("sd3", "Stable Diffusion 3 and 3.5", "StableDiffusion3Pipeline", 16, False, False),
-    ("qwen_image", "Qwen-Image", "QwenImagePipeline", 16, False, False),
-    ("qwen_image_edit", "Qwen-Image-Edit", "QwenImageEditPipeline", 16, False, True),
-    ("flux2_klein", "FLUX.2 klein", "Flux2KleinPipeline", 16, False, False),
-    ("z_image", "Z-Image", "ZImagePipeline", 16, False, False),
-    ("wan21", "Wan 2.1, text to video", "WanPipeline", 16, True, False),
-    ("wan22", "Wan 2.2, text to video, two experts", "WanPipeline", 16, True, False),
-    ("wan21_i2v", "Wan 2.1, first frame to video", "WanImageToVideoPipeline", 16, True, True),
-    ("wan22_i2v", "Wan 2.2, first frame to video, two experts", "WanImageToVideoPipeline", 16, True, True),
-    ("hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline", 16, True, False),
-    ("hunyuan_video15", "HunyuanVideo 1.5, text to video", "HunyuanVideo15Pipeline", 16, True, False),
+FAMILIES: tuple[tuple[str, str, str, bool, bool, tuple[tuple[str, int], ...]], ...] = (
+    ("sd3", "Stable Diffusion 3 and 3.5", "StableDiffusion3", False, False, (("tokenizer_3", 256), ("tokenizer", 77))),
+    ("qwen_image", "Qwen-Image", "QwenImage", False, False, (("tokenizer", 1024),)),
+    ("qwen_image_edit", "Qwen-Image-Edit", "QwenImageEdit", False, True, (("tokenizer", 1024),)),
+    ("flux2_klein", "FLUX.2 klein", "Flux2Klein", False, False, (("tokenizer", 512),)),
+    ("z_image", "Z-Image", "ZImage", False, False, (("tokenizer", 512),)),
+    ("wan21", "Wan 2.1, text to video", "Wan", True, False, (("tokenizer", 512),)),
+    ("wan22", "Wan 2.2, text to video, two experts", "Wan", True, False, (("tokenizer", 512),)),
+    ("wan21_i2v", "Wan 2.1, first frame to video", "WanImageToVideo", True, True, (("tokenizer", 512),)),
+    ("wan22_i2v", "Wan 2.2, first frame to video, two experts", "WanImageToVideo", True, True, (("tokenizer", 512),)),
+    ("hunyuan_video", "HunyuanVideo", "HunyuanVideo", True, False, (("tokenizer", 256),)),
+    ("hunyuan_video15", "HunyuanVideo 1.5, text to video", "HunyuanVideo15", True, False, (("tokenizer", 1000),)),
 )
-"""Name, model, its class in diffusers, pixels of which height and width are multiples, whether it makes videos, and whether a
-prompt is a text and a picture."""
+"""Name, model, its pipeline's class in diffusers, whether it makes videos, whether a prompt is a text and a picture, and the
+tokens that its encoder reads, by the folder of the tokenizer (the first that is there)."""
+CELL = 16
+"""Pixels of which height and width are multiples, in the checkpoints that people have."""
 
 
 def _family(
-    name: str, about: str, pipeline: str, cell: int, video: bool, pictured: bool
+    name: str, about: str, pipeline: str, video: bool, pictured: bool, text: tuple[tuple[str, int], ...]
 ) -> tuple[Any, str, type[Params], str, dict[str, Any]]:
-    return "family", name, Params, about, {"pipeline": pipeline, "cell": cell, "video": video, "pictured": pictured}
+    facts = {"pipeline": f"{pipeline}Pipeline", "cell": CELL, "video": video, "pictured": pictured, "text": text}
+    return "family", name, Params, about, facts
 
 
 _MODEL = {"media": True, "device": True}

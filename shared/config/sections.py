@@ -191,6 +191,8 @@ class Ema(Section):
 class Train(Section):
     optimizer: Optimizer
     num_updates_per_batch: int = Field(1, ge=1)
+    accumulate_rollouts: int = Field(1, ge=1)
+    """Batches whose gradients make one update: each is a mean of its own, and all have one weight."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Sequences a forward pass and rank; None: a mini-batch at once, or as many as micro_batch_tokens allows."""
     micro_batch_tokens: int | None = Field(None, ge=1)
@@ -215,7 +217,13 @@ class Train(Section):
             raise ValueError("micro_batch_tokens and micro_batch_size: give one of them")
         if self.micro_batch_tokens is not None and self.shuffle_updates:
             raise ValueError("shuffle_updates: not with micro_batch_tokens, which orders rows by length")
+        if self.accumulate_rollouts > 1 and self.num_updates_per_batch > 1:
+            raise ValueError("accumulate_rollouts and num_updates_per_batch: give one of them")
         return self
+
+    def updates(self, steps: int) -> int:
+        """Of the optimizer, in so many steps."""
+        return steps * self.num_updates_per_batch // self.accumulate_rollouts
 
     checkpoint_every: int = Field(0, ge=0)
     """Steps; 0: only at the end."""

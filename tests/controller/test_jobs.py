@@ -274,6 +274,34 @@ def test_prompt_and_target_must_fit_together(settings: Settings, model_folder: P
     assert "data.source record 2" in said and "100 + 61 tokens" in said and "at most 128 fit" in said
 
 
+def test_prompts_that_their_encoder_would_cut(settings: Settings, tmp_path: Path) -> None:
+    """Refused before a model loads, dropped when they are drawn, or cut: then the plan says so."""
+    folder, settings = make_pipeline(tmp_path / "pictures", 0), replace(settings, roots=(*settings.roots, tmp_path))
+    rows = [{"prompt": "a red disc"}, {"prompt": "red " * 100}, *({"prompt": "disc"} for _ in range(30))]
+    path = jsonl(tmp_path / "data.jsonl", *rows)["params"]["path"]
+    overrides = [f"model.path={folder}", *(f"{at}.source.params.path={path}" for at in ("data", "eval.fixed"))]
+
+    def warned(*more: str) -> str:
+        return " ".join(prepare(compose("diffusion/sd3_flow_grpo", [*overrides, *more]), settings).doc.warnings)
+
+    with pytest.raises(
+        BadInput, match=r"record 2: the prompt has 10\d tokens: the text encoder reads 77; legal: a text of 1 to 77"
+    ):
+        warned()
+    assert "tokens of a prompt" not in warned("+data.on_long=drop")
+    assert "truncate_right: the text encoder reads 77 tokens of a prompt" in warned("+data.on_long=truncate_right")
+    with pytest.raises(BadInput, match=r"data.on_long.*cuts the end.*refuse, drop or truncate_right"):
+        warned("+data.on_long=truncate_left")
+    for name in ("tokenizer.json", "vocab.json"):
+        (folder / "tokenizer" / name).unlink(missing_ok=True)
+    assert "reads 77 tokens of a prompt, and its tokenizer cannot be read here" in warned()
+    alphabet = {c: i for i, c in enumerate("Ġredisca")}
+    (folder / "tokenizer" / "vocab.json").write_text(json.dumps(alphabet | {"re": 8, "red": 9}))
+    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\nr e\nre d\n")
+    with pytest.raises(BadInput, match=r"record 2: the prompt has 200 tokens"):
+        warned()
+
+
 @pytest.mark.parametrize("name", listed())
 def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Path, tmp_path: Path, name: str) -> None:
     """With what it leaves to its user: a model, and data where it names a file."""

@@ -153,3 +153,22 @@ def test_what_cannot_be_is_refused_before_a_model_loads(mesh: Mesh, model_folder
         answer = mesh.http.post("/v1/jobs", json={"document": recipe(model_folder, **changes)})
         assert answer.status_code == 422, (changes, answer.text)
         assert field in answer.text and said in answer.text, answer.text
+
+
+def test_several_rollouts_make_one_update(mesh: Mesh, model_folder: Path) -> None:
+    """All of one version; and a run that goes on from the middle of a window is the same to the bit."""
+    train = OPTIMIZER | {"accumulate_rollouts": 2, "checkpoint_every": 1, "keep_checkpoints_every": 1}
+    given: dict[str, Any] = {"reward": SCORED, "rollout__group_size": 4, "deterministic": True, "train": train}
+    job = mesh.submit(recipe(model_folder, steps=4, **given))
+    mesh.done(job)
+    steps = mesh.get(f"/v1/jobs/{job}/steps")
+    assert [step["updates"] for step in steps] == [0, 1, 0, 1] and [s["versions"]["policy"] for s in steps] == [0, 1, 1, 2]
+    rows = mesh.get(f"/v1/jobs/{job}/samples", limit=100)["samples"]
+    assert {(row["step"], row["version"]) for row in rows} == {(1, 0), (2, 0), (3, 1), (4, 1)}
+    before = mesh.fingerprint(job, 2)
+    assert steps[1]["grad_norm"] > 0 and steps[3]["grad_norm"] > 0
+    assert mesh.http.post(f"/v1/jobs/{job}/restore", params={"step": 3}).status_code == 202
+    mesh.done(job)
+    assert mesh.fingerprint(job, 2) == before
+    answer = mesh.http.post("/v1/jobs", json={"document": recipe(model_folder, steps=5, train=train)})
+    assert answer.status_code == 422 and "no multiple of train.accumulate_rollouts" in answer.text, answer.text

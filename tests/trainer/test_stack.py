@@ -282,8 +282,29 @@ def test_grpo_makes_rewarded_completions_more_likely(model_folder: Path) -> None
     assert after[0] > before[0] and (after[1] < before[1] or not len(rows[1].completion))
 
 
-def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> None:
-    stack = make_stack(model_folder)
+def test_batches_of_a_window_make_one_update(model_folder: Path) -> None:
+    """By the mean of their gradients; one of which nothing counts is left out, wherever it comes."""
+    alone = [gradient_of(make_stack(model_folder, "float64"), make_batch(seed=seed)) for seed in range(2)]
+    stack = make_stack(model_folder, "float64", accumulate_rollouts=2, micro_batch_size=5)
+    found = []
+    stack._step = lambda norm: found.append(torch.cat([p.grad.flatten() for p in stack.parameters]))  # type: ignore
+    first, second = (stack.train_track(make_batch(seed=seed)) for seed in range(2))
+    assert (first.updates, second.updates, first.reason) == (0, 1, "") and "grad_norm" not in first.metrics
+    assert len(found) == 1 and distance(found[0], (alone[0] + alone[1]) / 2) < 1e-10
+    for order in ((0, None), (None, 0)):
+        for seed in order:
+            batch = make_batch(seed=0) if seed is not None else make_batch(rewards=(math.nan,) * 4, advantages=(math.nan,) * 4)
+            stack.train_track(batch)
+        assert distance(found[-1], alone[0]) < 1e-10
+    assert len(found) == 3
+    with pytest.raises(ValueError, match="accumulate_rollouts and num_updates_per_batch: give one"):
+        make_stack(model_folder, accumulate_rollouts=2, num_updates_per_batch=2)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path, window: int) -> None:
+    """Also in the middle of a window, whose gradients are in it."""
+    stack = make_stack(model_folder, accumulate_rollouts=window)
     for seed in range(3):
         stack.train_track(make_batch(seed=seed))
     position = Position(1, 6, "n.6", {"policy": stack.progress.version}, 3, (b"\x00word",))
@@ -293,7 +314,7 @@ def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path) -> 
     saver.wait()
     found = checkpoints.newest(tmp_path)
     assert found is not None and checkpoints.position(found) == position and (found / "more").read_bytes() == b"1"
-    other = make_stack(model_folder)
+    other = make_stack(model_folder, accumulate_rollouts=window)
     other.load(found)
     other.progress.version = position.versions["policy"]
     other.train_track(make_batch(seed=3))

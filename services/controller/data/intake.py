@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.controller.data.chat import BadChat, ChatTemplate
+from services.controller.data.encoder import Encoder
 from services.controller.data.record import Record
 from shared.config.problems import BadInput, bad
 from shared.config.sections import Data, SftData
@@ -53,22 +54,26 @@ class Example:
 class MediaIntake:
     """Prompts of a model that makes pictures: texts, which its own encoders take in; there are no tokens here."""
 
-    def __init__(self, files: Path, data: Data, allowed: Callable[[str, str], Path], pictured: bool = False) -> None:
+    def __init__(self, files: Path, data: Data, allowed: Callable[[str, str], Path], pictured: bool, encoder: Encoder) -> None:
         """BadInput for what only a language model can do. `allowed`: a path below the configured roots, resolved. `pictured`:
-        prompts are a text and a reference each.
+        prompts are a text and a reference each. `encoder`: what reads the texts.
         """
-        self.files, self.data, self.allowed, self.pictured = files, data, allowed, pictured
+        self.files, self.data, self.allowed, self.pictured, self.encoder = files, data, allowed, pictured, encoder
         self.limit: int | None = None
         for name, value, off in (("chat", data.chat, False), ("system", data.system, None)):
             if value != off:
                 raise bad(f"data.{name}", value, "pictures are made from plain texts", str(off).lower())
+        if data.on_long == "truncate_left":
+            raise bad("data.on_long", data.on_long, "a text encoder cuts the end of a text", "refuse, drop or truncate_right")
 
     def prompt(self, record: Record) -> Prompt:
-        """BadPrompt if it is no text, or an empty one."""
+        """BadPrompt if it is no text, or an empty one; TooLong if its end would be cut off and that is not allowed."""
         if not isinstance(record.prompt, str) or record.conversation:
             raise BadPrompt("the prompt is a list of messages: pictures are made from plain texts")
         if not record.prompt.strip():
             raise BadPrompt("the prompt is empty")
+        if self.data.on_long != "truncate_right" and (count := self.encoder.count(record.prompt)) > self.encoder.limit:
+            raise TooLong(f"the prompt has {count} tokens: the text encoder reads {self.encoder.limit}")
         if not self.pictured and record.reference is not None:
             raise BadPrompt("the record has a reference, and this family makes pictures of texts alone")
         return Prompt(record.prompt, [], self._file(record.reference, "reference") if self.pictured else "")

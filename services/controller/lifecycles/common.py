@@ -113,7 +113,7 @@ def check_components(recipe: RolloutRecipe) -> None:
 
 def check_optimizer(recipe: Recipe) -> None:
     optimizer = recipe.train.optimizer
-    total = recipe.steps * recipe.train.num_updates_per_batch
+    total = recipe.train.updates(recipe.steps)
     try:
         optimizer.check_total(total)
     except ValueError as error:
@@ -121,8 +121,11 @@ def check_optimizer(recipe: Recipe) -> None:
 
 
 def check_updates(recipe: Recipe, rows: int) -> None:
-    """BadInput unless the updates divide the rows of a batch."""
-    updates = recipe.train.num_updates_per_batch
+    """BadInput unless the updates divide the rows of a batch, and batches that make one update the steps."""
+    updates, window = recipe.train.num_updates_per_batch, recipe.train.accumulate_rollouts
+    if recipe.steps % window:
+        why = f"no multiple of train.accumulate_rollouts, which is {window}: the last update would lack batches"
+        raise bad("steps", recipe.steps, why, str(max(window, round(recipe.steps / window) * window)))
     if rows % updates:
         nearest = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: (abs(n - updates), n))
         raise bad("train.num_updates_per_batch", updates, f"does not divide the {rows} rows of a batch", f"such as {nearest}")

@@ -57,6 +57,11 @@ def _next(name: str, names: Iterable[str]) -> str:
     return order[(order.index(name) + 1) % len(order)]
 
 
+def near(pictures: Array, colour: Array) -> Array:
+    """Of each pixel [..., 3] how near it is to a colour: 1 within 0.1, 0 beyond 0.5."""
+    return np.asarray(np.clip(1.25 - np.sqrt(((pictures - colour) ** 2).sum(-1)) / 0.4, 0, 1))
+
+
 def likeness(pictures: Array, prompts: Sequence[str]) -> Array:
     """[N] in 0 … 1. `pictures`: [N, size, size, 3] in 0 … 1. ValueError for a prompt that names no known colour and shape.
 
@@ -72,7 +77,7 @@ def likeness(pictures: Array, prompts: Sequence[str]) -> Array:
     size = pictures.shape[1]
     axis = np.arange(size) + 0.5
     colour = np.asarray([COLOURS[words[0]] for words in wanted])[:, None, None, :]
-    hit = np.clip(1.25 - np.sqrt(((pictures - colour) ** 2).sum(3)) / 0.4, 0, 1)  # 1 within 0.1 of the colour, 0 beyond 0.5
+    hit = near(pictures, colour)
     area = np.maximum(hit.sum((1, 2)), 1.0)
     x, y = (hit * axis).sum((1, 2)) / area, (hit * axis[:, None]).sum((1, 2)) / area
     overlaps = []

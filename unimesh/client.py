@@ -26,6 +26,11 @@ class Api:
     def get(self, path: str, **query: Any) -> Any:
         return self._send("GET", path, params=query).json()
 
+    def file(self, path: str, **query: Any) -> tuple[str, bytes]:
+        """(media type, content)."""
+        answer = self._send("GET", path, params=query)
+        return answer.headers.get("content-type", "").partition(";")[0], answer.content
+
     def raw(self, path: str, **query: Any) -> bytes:
         return self._send("GET", path, params=query).content
 

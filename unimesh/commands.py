@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 import msgpack
@@ -131,6 +133,35 @@ def samples(job: str, limit: int, raw: bool, as_json: bool, **wanted: Any) -> No
 
 @click.command()
 @click.argument("job")
+@click.option("--to", "folder", type=click.Path(path_type=Path), default=Path("pictures"), show_default=True)
+@click.option("--step", type=int, default=None, help="Only samples of this step; without it evaluations too.")
+@click.option("--limit", default=32, show_default=True, help="Most pictures of samples.")
+@AS_JSON
+def pictures(job: str, folder: Path, step: int | None, limit: int, as_json: bool) -> None:
+    """Fetch pictures and videos that a job made: in full while they are there, then their previews."""
+    api, found = mesh_api(), []
+    place = f"/v1/jobs/{job}"
+    query = {} if step is None else {"step": step}
+    rows = [row for row in api.get(f"{place}/samples", limit=1000, **query)["samples"] if row["picture"]]
+    wanted = [
+        (f"step-{r['step']}-{quote(r['id'], safe='')}", r["reward"], f"{place}/picture", {"group": r["gid"], "id": r["id"]})
+        for r in rows[:limit]
+    ]
+    for entry in api.get(place)["evals"] if step is None else ():
+        kept = [(p["index"], p["reward"]) for p in entry["previews"] if p.get("picture")]
+        at = f"{place}/evals/{entry['suite']}/{entry['tag']}"
+        wanted += [(f"{entry['suite']}-{k}-{entry['tag']}", reward, f"{at}/{k}/picture", {}) for k, reward in kept]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, reward, path, asked in wanted:
+        mime, content = api.file(path, **asked)
+        target = folder / f"{name}{mimetypes.guess_extension(mime) or ''}"
+        target.write_bytes(content)
+        found.append({"file": str(target), "reward": reward})
+    put(found, as_json, show.pictures_table)
+
+
+@click.command()
+@click.argument("job")
 @click.argument("name")
 @AS_JSON
 def lineage(job: str, name: str, as_json: bool) -> None:
@@ -250,7 +281,7 @@ def _order(name: str, text: str) -> click.Command:
 
 
 def add_commands(group: click.Group) -> None:
-    looking = (status, watch, jobs, steps, samples, lineage, trace, dead_letters, workers, recipes)
+    looking = (status, watch, jobs, steps, samples, pictures, lineage, trace, dead_letters, workers, recipes)
     for command in (*looking, evaluate, export, restore):
         group.add_command(command)
     for name, text in (

@@ -285,32 +285,35 @@ class SmolChat(Chat):
 class Painter(Flow):
     """A tiny Stable Diffusion 3 that imitates a careless painter learns from a rule what its prompts mean."""
 
-    recipe = "diffusion/demo"
+    recipe, warm_up = "diffusion/demo", "sft/painter"
     places = ("data.source", "eval.fixed.source")
 
     def run(self) -> int:
         model, prompts = self.mesh.state / "model", self.mesh.state / "prompts.jsonl"
-        self.say("making a Stable Diffusion 3 of 1.2 M parameters that paints as a careless painter does (about a minute)")
+        self.say("making a Stable Diffusion 3 of 1.2 M parameters, and pictures of a careless painter (half a minute)")
         command = [sys.executable, "-m", "shared.models.diffusion.tiny", str(model), str(self.seed)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             self.say(done.stderr[-1500:])
             return 1
+        records = {"data": "train", "eval.held_out": "held_out"}
+        paths = [f"{place}.source.params.path={model / name / 'records.jsonl'}" for place, name in records.items()]
+        steps = [] if self.steps is None else [f"steps={self.steps}"]
+        warm = self.launch(self.warm_up, f"model.path={model}", f"seed={self.seed}", *paths, *steps)
+        losses = {e["tag"]: e["loss"] for e in warm["evals"]}
+        self.say(f"it paints as the painter does: held-out loss {losses['start']:.3f} -> {losses['end']:.3f}")
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
         paths = [f"{place}.params.path={prompts}" for place in self.places]
-        steps = [] if self.steps is None else [f"steps={self.steps}"]
-        view = self.launch(self.recipe, f"model.path={model}", f"seed={self.seed}", *paths, *steps)
+        view = self.launch(self.recipe, f"model.path=job:{warm['id']}", f"seed={self.seed}", *paths, *steps)
         records = self.api.get(f"/v1/jobs/{view['id']}/steps")
         evals = {e["tag"]: e for e in view["evals"]}
         first, last = (average_metrics(some)["reward"] for some in (records[:10], records[-10:]))
         before, after = evals["start"]["reward"], evals["end"]["reward"]
         self.table(view, records)
         self.console.print(f"reward  {show.sparkline([r['reward'] for r in records])}", highlight=False)
-        version = (
-            self.mesh.state / "jobs" / view["id"] / "weights" / "policy" / "1" / f"v{view['versions']['published']['policy']}"
-        )
         sheet = self.mesh.state / "before_after.png"
-        command = [sys.executable, "-m", "shared.models.diffusion.sheet", str(model), str(version), str(sheet)]
+        versions = [str(self.version(one)) for one in (warm, view)]
+        command = [sys.executable, "-m", "shared.models.diffusion.sheet", str(model), *versions, str(sheet)]
         subprocess.run(command, check=True, capture_output=True)
         self.say(f"pictures before and after:   {os.path.relpath(sheet)}")
         self.say(f"reward, mean of 10 steps:    {first:.3f} -> {last:.3f}  (must rise by {REWARD_RISE})")
@@ -319,6 +322,11 @@ class Painter(Flow):
         self.say("[green]the demo passed[/green]" if passed else "[red]the demo did not pass[/red]")
         self.next_steps(view["id"])
         return 0 if passed else 1
+
+    def version(self, view: dict[str, Any]) -> Path:
+        """The newest of a job."""
+        store: Path = self.mesh.state / "jobs" / view["id"] / "weights" / "policy" / str(view["incarnation"])
+        return store / f"v{view['versions']['published']['policy']}"
 
 
 FLOWS: dict[tuple[str, str], type[Flow]] = {

@@ -190,6 +190,13 @@ def letters_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def pictures_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("file", "reward")
+    for row in rows:
+        table.add_row(row["file"], "failed" if row["reward"] is None else f"{row['reward']:.3f}")
+    return table
+
+
 def lineage_tree(groups: Sequence[dict[str, Any]]) -> Tree:
     """Root, issues, samples: who made each, with which version, what it earned, and when it was trained."""
     tree = Tree(groups[0]["root"] if groups else "nothing")

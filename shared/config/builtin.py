@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from shared.config import algorithms
 from shared.config.algorithms import Params
+
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 
 
 class ExactMatch(Params):
@@ -65,6 +67,11 @@ class JsonSchema(Params):
 
 class Brightness(Params):
     """0 … 1, of all pixels (of a video, of all frames)."""
+
+
+class Colour(Params):
+    rgb: tuple[Share, Share, Share] | None = None
+    """Each 0 … 1; None: the first colour that the prompt names (red, green, blue, yellow)."""
 
 
 class ShapesScorer(Params):
@@ -366,6 +373,7 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("scorer", "llm_judge", LlmJudge, "a language model's rating, scaled to 0 … 1", {}),
     ("scorer", "remote_http", RemoteHttp, "a scorer that runs elsewhere", {}),
     ("scorer", "brightness", Brightness, "the mean brightness of a picture", {"media": True}),
+    ("scorer", "colour", Colour, "how much of a picture has a colour", {"media": True}),
     ("scorer", "jpeg_size", JpegSize, "how small (or large) a picture is as a JPEG", {"media": True}),
     ("scorer", "shapes", ShapesScorer, "whether a picture shows the shape of the prompt, in its colour", {"media": True}),
     ("scorer", "ocr", Ocr, "whether a picture shows the text that its prompt quotes", {"media": True}),

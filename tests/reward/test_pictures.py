@@ -109,6 +109,18 @@ def test_a_picture_is_read() -> None:
         scorer.score([shown(video, "a sign")])
 
 
+def test_how_much_of_a_picture_has_a_colour() -> None:
+    half = np.zeros((8, 8, 3))
+    half[:4] = [230, 38, 38]
+    scorer = load("colour", {})
+    assert scorer.score([shown(half, "a Red disc"), shown(half, "blue")]) == pytest.approx([0.5, 0.0], abs=0.01)
+    assert load("colour", {"rgb": [0, 0, 0]}).score([shown(np.stack([half, half * 0]), "any")]) == pytest.approx([0.75])
+    with pytest.raises(ValueError, match="names none of red, green"):
+        scorer.score([shown(half, "a cat")])
+    with pytest.raises(BadInput, match="rgb"):
+        load("colour", {"rgb": [0, 2, 0]})
+
+
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """CLIP's architecture, tiny, with random weights, its processor and a tokenizer of bytes."""

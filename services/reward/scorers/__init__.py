@@ -18,6 +18,7 @@ BUILTIN = {
     "math_verify": "services.reward.scorers.math_verify_scorer:MathVerifyScorer",
     "json_schema": "services.reward.scorers.json_schema:JsonSchemaScorer",
     "brightness": "services.reward.scorers.pictures:BrightnessScorer",
+    "colour": "services.reward.scorers.pictures:ColourScorer",
     "shapes": "services.reward.scorers.pictures:ShapesScorer",
     "jpeg_size": "services.reward.scorers.pictures:JpegSizeScorer",
     "ocr": "services.reward.scorers.ocr:OcrScorer",

@@ -1,4 +1,4 @@
-"""Rules for pictures, for tests and demos: brightness, and size as a JPEG. A video counts as the mean of its frames."""
+"""Rules for pictures, for tests and demos: brightness, colour, size as a JPEG. A video counts as the mean of its frames."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from shared import media
-from shared.config.builtin import Brightness, JpegSize
+from shared.config.builtin import Brightness, Colour, JpegSize
 from shared.config.builtin import ShapesScorer as Shapes
-from shared.pictures import likeness
+from shared.pictures import COLOURS, likeness, near
 from shared.types.rewards import RewardRequest
 
 
@@ -29,6 +29,23 @@ class BrightnessScorer:
 
     def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
         return [float(frames_of(row).mean()) / 255 for row in rows]
+
+
+class ColourScorer:
+    """The share of pixels near a colour: 1 within 0.1 of it, falling to 0 at 0.5 (RGB in 0 … 1)."""
+
+    def __init__(self, params: Colour) -> None:
+        self.params = params
+
+    def score(self, rows: Sequence[RewardRequest]) -> list[float | None]:
+        """ValueError for a prompt that names no known colour, where none is given."""
+        return [self._one(row) for row in rows]
+
+    def _one(self, row: RewardRequest) -> float:
+        wanted = self.params.rgb or next((COLOURS[word] for word in row.prompt.lower().split() if word in COLOURS), None)
+        if wanted is None:
+            raise ValueError(f"prompt {row.prompt!r} names none of {', '.join(COLOURS)}: name one, or give the scorer an rgb")
+        return float(near(frames_of(row).astype(np.float32) / 255, np.asarray(wanted, np.float32)).mean())
 
 
 class ShapesScorer:

@@ -1,7 +1,7 @@
-"""`python -m shared.models.diffusion.sheet FOLDER VERSION FILE`: the demo's contact sheet as PNG, in a process that has torch.
+"""`python -m shared.models.diffusion.sheet FOLDER BEFORE AFTER FILE`: the demo's contact sheet as PNG, in a process with torch.
 
-Left what the pipeline of FOLDER makes, right the same with the weights of VERSION: a row for each prompt, and the same noise
-on both sides.
+What the pipeline of FOLDER makes, left with the weights of the version BEFORE, right with those of AFTER: a row a prompt,
+and the same noise on both sides.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ def pictures(pipe: Any) -> np.ndarray[Any, Any]:
 
 
 def main() -> None:
-    folder, version, target = map(Path, sys.argv[1:4])
-    pipe = load_pipeline(folder)
-    before = pictures(pipe)
-    assign(pipe.transformer, {n: v for path in version.glob("*.safetensors") for n, v in load_file(path).items()})
-    halves = [
-        half.transpose(0, 2, 1, 3, 4).reshape(len(PROMPTS) * SIZE, COLUMNS * SIZE, 3) for half in (before, pictures(pipe))
-    ]
+    folder, *versions, target = map(Path, sys.argv[1:5])
+    pipe, halves = load_pipeline(folder), list[Any]()
+    for version in versions:
+        assign(pipe.transformer, {n: v for path in version.glob("*.safetensors") for n, v in load_file(path).items()})
+        halves.append(pictures(pipe).transpose(0, 2, 1, 3, 4).reshape(len(PROMPTS) * SIZE, COLUMNS * SIZE, 3))
     gap = np.full((len(PROMPTS) * SIZE, SIZE // 2, 3), 255, np.uint8)
     sheet = Image.fromarray(np.concatenate([halves[0], gap, halves[1]], 1))
     sheet.resize((sheet.width * ZOOM, sheet.height * ZOOM), Image.Resampling.NEAREST).save(target, optimize=True)

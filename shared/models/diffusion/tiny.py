@@ -1,30 +1,32 @@
-"""The demo's model, made on the spot: a Stable Diffusion 3 of 1.2 M parameters that imitates a careless painter.
+"""The demo's model, made on the spot: a Stable Diffusion 3 of 1.2 M parameters, and the pictures of a careless painter.
 
-Run as `python -m shared.models.diffusion.tiny FOLDER SEED`, in a process of its own: it needs torch. First the VAE learns
-the pictures of shared/pictures.py, then text encoder and transformer learn, by flow matching, what the painter makes of
-the prompts.
+Run as `python -m shared.models.diffusion.tiny FOLDER SEED`, in a process of its own: it needs torch. The VAE learns the
+pictures of shared/pictures.py; a job of the domain sft then teaches the transformer what the painter makes of the prompts.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from shared.models.diffusion.sd3 import SD3
 from shared.pictures import COLOURS, PROMPTS, SHAPES, SIZE, careless, paint
 
 LATENT, WIDTH, WORDS = 4, 64, 3
 """Channels of latents, width of the text encoder, longest text in tokens."""
 SHIFT = 3.0
+"""Of the scheduler."""
 POOL = 300
-"""Encoded pictures of each prompt that the transformer learns from."""
+"""Pictures of each prompt that the transformer learns from."""
+MEASURED = 100
+"""Pictures of each prompt by which the latents are scaled."""
 
 
 class Parts(NamedTuple):
@@ -63,6 +65,7 @@ def make_parts(seed: int) -> Parts:
             pad_token_id=0,
         )
     )
+    torch.nn.init.normal_(text.text_model.embeddings.token_embedding.weight)  # it stays as it is: words must differ
     vae = library.AutoencoderKL(
         block_out_channels=(8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 3,
@@ -110,30 +113,27 @@ def pipeline(parts: Parts) -> Any:
     )
 
 
-def prepare(folder: Path, seed: int, vae_steps: int = 500, flow_steps: int = 500) -> None:
-    """Trains all parts, and writes the pipeline's folder."""
+def prepare(folder: Path, seed: int, vae_steps: int = 500) -> None:
+    """Trains the VAE, and writes the pipeline's folder, with the painter's pictures beside it."""
     parts, rng, draws = make_parts(seed), random.Random(seed), np.random.default_rng(1000 + seed)
-    pool = _train_vae(parts.vae, rng, draws, vae_steps)
-    pipe = pipeline(parts)
-    family, kinds = SD3(), torch.Generator().manual_seed(1000 + seed)
-
-    def loss() -> Tensor:
-        prompts = rng.choices(PROMPTS, k=64)
-        painted = torch.tensor([PROMPTS.index(careless(prompt, rng)) for prompt in prompts])
-        clean = pool[painted, torch.randint(POOL, (64,), generator=kinds)]
-        noise, u = torch.randn(clean.shape, generator=kinds), torch.rand(64, generator=kinds)
-        sigma = (SHIFT * u / (1 + (SHIFT - 1) * u)).clamp(1e-3, 1 - 1e-3)
-        wide = sigma[:, None, None, None]
-        cond = family.encode(pipe, prompts)
-        found = family.velocity(parts.transformer, (1 - wide) * clean + wide * noise, sigma, cond)
-        return (found - (noise - clean)).square().mean()
-
-    _fit([*parts.text.parameters(), *parts.transformer.parameters()], flow_steps, 3e-3, 0.01, loss)
-    pipe.save_pretrained(folder)
+    _train_vae(parts.vae, rng, draws, vae_steps)
+    pipeline(parts).save_pretrained(folder)
+    for name, count in (("train", POOL), ("held_out", POOL // 20)):
+        _write(folder / name, count, rng, draws)
 
 
-def _train_vae(vae: Any, rng: random.Random, draws: np.random.Generator, steps: int) -> Tensor:
-    """Returns encoded pictures [prompts, POOL, channels, height, width], of mean 0 and std 1; the VAE knows their scale."""
+def _write(folder: Path, count: int, rng: random.Random, draws: np.random.Generator) -> None:
+    """`records.jsonl`, and what the painter makes of each prompt, so many times."""
+    folder.mkdir(parents=True)
+    with (folder / "records.jsonl").open("w") as records:
+        for number, prompt in enumerate(prompt for prompt in PROMPTS for _ in range(count)):
+            pixels = paint([careless(prompt, rng)], draws)[0].transpose(1, 2, 0)
+            Image.fromarray((pixels * 255).round().astype(np.uint8)).save(folder / f"{number}.png")
+            records.write(json.dumps({"prompt": prompt, "picture": f"{number}.png"}) + "\n")
+
+
+def _train_vae(vae: Any, rng: random.Random, draws: np.random.Generator, steps: int) -> None:
+    """By AdamW with 30 steps of warm-up and a linear fall to a tenth; its config gets the latents' mean and std."""
     torch.nn.init.constant_(vae.encoder.conv_out.bias[LATENT:], -6.0)  # log-variance: little noise at first
 
     def loss() -> Tensor:
@@ -144,26 +144,19 @@ def _train_vae(vae: Any, rng: random.Random, draws: np.random.Generator, steps: 
         found: Tensor = (decoded - pictures).abs().mean() + (decoded - pictures).square().mean() + 1e-5 * kl
         return found
 
-    _fit(list(vae.parameters()), steps, 1e-2, 0.0, loss)
-    vae.eval().requires_grad_(False)
-    pictures = 2 * torch.from_numpy(paint([prompt for prompt in PROMPTS for _ in range(POOL)], draws)) - 1
-    with torch.no_grad():
-        pool = torch.cat([vae.encode(pictures[i : i + 240]).latent_dist.mean for i in range(0, len(pictures), 240)])
-    vae.register_to_config(scaling_factor=1 / pool.std().item(), shift_factor=pool.mean().item())
-    scaled: Tensor = (pool - vae.config.shift_factor) * vae.config.scaling_factor
-    return scaled.view(len(PROMPTS), POOL, *pool.shape[1:])
-
-
-def _fit(parameters: list[Tensor], steps: int, peak: float, weight_decay: float, loss_of: Callable[[], Tensor]) -> None:
-    """AdamW with 30 steps of warm-up and a linear fall to a tenth."""
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 30) * max(0.1, 1 - step / steps)
-        loss = loss_of()
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 30) * max(0.1, 1 - step / steps)
+        error = loss()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        error.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
+    vae.eval().requires_grad_(False)
+    pictures = 2 * torch.from_numpy(paint([prompt for prompt in PROMPTS for _ in range(MEASURED)], draws)) - 1
+    with torch.no_grad():
+        latents = torch.cat([vae.encode(some).latent_dist.mean for some in torch.split(pictures, 240)])
+    vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
 
 
 if __name__ == "__main__":

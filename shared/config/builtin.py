@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from shared.config import algorithms
+from shared.config import algorithms, families
 from shared.config.algorithms import Params
 
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
@@ -320,32 +320,6 @@ class MlflowTracker(Params):
     """A tracking server; None: a SQLite file below the state folder."""
 
 
-FAMILIES: tuple[tuple[str, str, str, bool, bool, tuple[tuple[str, int], ...]], ...] = (
-    ("sd3", "Stable Diffusion 3 and 3.5", "StableDiffusion3", False, False, (("tokenizer_3", 256), ("tokenizer", 77))),
-    ("qwen_image", "Qwen-Image", "QwenImage", False, False, (("tokenizer", 1024),)),
-    ("qwen_image_edit", "Qwen-Image-Edit", "QwenImageEdit", False, True, (("tokenizer", 1024),)),
-    ("flux2_klein", "FLUX.2 klein", "Flux2Klein", False, False, (("tokenizer", 512),)),
-    ("z_image", "Z-Image", "ZImage", False, False, (("tokenizer", 512),)),
-    ("wan21", "Wan 2.1, text to video", "Wan", True, False, (("tokenizer", 512),)),
-    ("wan22", "Wan 2.2, text to video, two experts", "Wan", True, False, (("tokenizer", 512),)),
-    ("wan21_i2v", "Wan 2.1, first frame to video", "WanImageToVideo", True, True, (("tokenizer", 512),)),
-    ("wan22_i2v", "Wan 2.2, first frame to video, two experts", "WanImageToVideo", True, True, (("tokenizer", 512),)),
-    ("hunyuan_video", "HunyuanVideo", "HunyuanVideo", True, False, (("tokenizer", 256),)),
-    ("hunyuan_video15", "HunyuanVideo 1.5, text to video", "HunyuanVideo15", True, False, (("tokenizer", 1000),)),
-)
-"""Name, model, its pipeline's class in diffusers, whether it makes videos, whether a prompt is a text and a picture, and the
-tokens that its encoder reads, by the folder of the tokenizer (the first that is there)."""
-CELL = 16
-"""Pixels of which height and width are multiples, in the checkpoints that people have."""
-
-
-def _family(
-    name: str, about: str, pipeline: str, video: bool, pictured: bool, text: tuple[tuple[str, int], ...]
-) -> tuple[Any, str, type[Params], str, dict[str, Any]]:
-    facts = {"pipeline": f"{pipeline}Pipeline", "cell": CELL, "video": video, "pictured": pictured, "text": text}
-    return "family", name, Params, about, facts
-
-
 _MODEL = {"media": True, "device": True}
 
 TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
@@ -398,5 +372,5 @@ TABLE: tuple[tuple[Any, str, type[Params], str, dict[str, Any]], ...] = (
     ("tracker", "trackio", TrackioTracker, "trackio's local dashboard", {"packages": ("trackio",)}),
     ("tracker", "mlflow", MlflowTracker, "MLflow", {"packages": ("mlflow",)}),
     ("source", "reasoning_gym", ReasoningGymSource, "procedural reasoning tasks", {}),
-    *(_family(*row) for row in FAMILIES),
+    *families.TABLE,
 )

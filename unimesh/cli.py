@@ -172,7 +172,9 @@ def completion(shell: str) -> None:
 
 @cli.command()
 @click.option("--seed", default=0, show_default=True)
-@click.option("--domain", type=click.Choice(["ar", "diffusion", "sft"]), default="ar", show_default=True)
+@click.option(
+    "--domain", type=click.Choice(["ar", "async_ar", "async_diffusion", "diffusion", "sft"]), default="ar", show_default=True
+)
 @click.option("--model", type=click.Choice(["tiny", "smollm2"]), default="tiny", show_default=True)
 @click.option("--steps", default=None, type=int, help="Another number of steps than the recipe's.")
 def demo(seed: int, domain: str, model: str, steps: int | None) -> None:

@@ -33,6 +33,9 @@ REWARD_RISE, ACCURACY_RISE, PICTURES_RISE = 0.2, 0.3, 0.3
 
 def run(seed: int, domain: str, model: str, steps: int | None = None) -> int:
     """0 if the figures moved as they should. The main thread tends the mesh, another one runs the jobs."""
+    if (domain, model) not in FLOWS:
+        legal = ", ".join(d for d, m in FLOWS if m == model)
+        raise SystemExit(f"model {model!r}: its demos are of the domains {legal}, not {domain}")
     console = Console()
     state = default_state() / f"demo-{domain}-{model}-{seed}"
     shutil.rmtree(state, ignore_errors=True)
@@ -191,6 +194,12 @@ QUESTIONS = {
 }
 
 
+class AsyncSorting(Sorting):
+    """The same, while rollouts run ahead of the trainer."""
+
+    recipe = "ar/sort_async"
+
+
 class SmolLM(Flow):
     """A real model: SmolLM2-135M-Instruct from its GGUF file, chat template, a format reward; a few full-weight steps."""
 
@@ -329,8 +338,16 @@ class Painter(Flow):
         return store / f"v{view['versions']['published']['policy']}"
 
 
+class AsyncPainter(Painter):
+    """The same, while rollouts run ahead of the trainer."""
+
+    recipe = "diffusion/demo_async"
+
+
 FLOWS: dict[tuple[str, str], type[Flow]] = {
     ("ar", "tiny"): Sorting,
+    ("async_ar", "tiny"): AsyncSorting,
+    ("async_diffusion", "tiny"): AsyncPainter,
     ("ar", "smollm2"): SmolLM,
     ("diffusion", "tiny"): Painter,
     ("sft", "tiny"): Chat,

@@ -60,6 +60,8 @@ def line(view: dict[str, Any]) -> str:
             parts.append(f"{view['rates'][name]:.0f} {name}/s")
     if view["state"] not in ENDED:
         parts += [f"left {time_left(view)}", f"waits for {view['waits_for']}"]
+    elif view["bottleneck"]:
+        parts.append(view["bottleneck"])
     return "  ".join(parts)
 
 
@@ -96,6 +98,8 @@ def panel(view: dict[str, Any], steps: Sequence[dict[str, Any]]) -> RenderableTy
     if view["dead_letters"]:
         grid.add_row("dead letters", str(view["dead_letters"]))
     grid.add_row("waits for", view["waits_for"] or "-")
+    if view["bottleneck"]:
+        grid.add_row("busy", view["bottleneck"])
     if view["unfilled"]:
         grid.add_row("nobody fills", view["unfilled"])
     bar = ProgressBar(total=max(1, view["steps"]), completed=view["step"], width=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -279,10 +280,20 @@ def _warnings(plan: Plan, job: Job) -> list[str]:
             found.append(f"{cut}, and its tokenizer cannot be read here: whether prompts are longer is not checked")
         elif intake.data.on_long == "truncate_right":
             found.append(f"data.on_long is truncate_right: {cut}, and the rest of longer ones is without effect")
+    if plan.max_staleness > 1 and not algorithm.params.get("correction"):
+        known = "algorithm.params.correction" if "correction" in _known(algorithm) else "a smaller schedule.max_staleness"
+        found.append(f"schedule.max_staleness is {plan.max_staleness}, and nothing corrects for old rollouts; consider {known}")
+    if plan.max_inflight < math.ceil((plan.max_staleness + 1) * plan.batch_size * plan.oversample) and plan.route:
+        found.append("schedule.max_inflight is less than the staleness allows: rollouts will run ahead less than they may")
     size = job.train.source.size
     if size is not None and plan.steps * plan.batch_size > size:
         found.append(f"{plan.steps} steps of {plan.batch_size} draw {plan.steps * plan.batch_size / size:.1f} epochs")
     return found
+
+
+def _known(algorithm: Any) -> dict[str, Any]:
+    """All its parameters, also those that the recipe leaves out."""
+    return dict(specs.check("algorithm", algorithm.name, algorithm.params, "algorithm").model_dump())
 
 
 def create(client: Any, job: Job, idempotency_key: str | None = None) -> str:

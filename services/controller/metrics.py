@@ -73,6 +73,7 @@ class JobCollector:
         groups = GaugeMetricFamily("unimesh_job_groups", "The ledger: groups by fate", labels=[*labels, "fate"])
         dead = GaugeMetricFamily("unimesh_job_dead_letters", "Dead letters that nobody has settled", labels=labels)
         waiting = GaugeMetricFamily("unimesh_stage_entries", "Messages of a stage", labels=[*labels, "stage", "which"])
+        busy = GaugeMetricFamily("unimesh_service_busy", "Share of the last ten steps with work", labels=[*labels, "service"])
         oldest = GaugeMetricFamily("unimesh_stage_oldest_seconds", "Age of a stage's oldest message", labels=[*labels, "stage"])
         for job in jobs:
             doc = load_doc(self.client, job)
@@ -84,6 +85,8 @@ class JobCollector:
             dead.add_metric(own, view["dead_letters"])
             for name, value in view["rates"].items():
                 rate.add_metric([*own, name], value)
+            for name, about in view["services"].items():
+                busy.add_metric([*own, name], about["busy"])
             for name, value in (view["last"] or {}).items():
                 if isinstance(value, int | float):
                     last.add_metric([*own, name], value)
@@ -93,4 +96,4 @@ class JobCollector:
                 for which in ("waiting", "in_hand"):
                     waiting.add_metric([*own, stage["stage"], which], stage[which])
                 oldest.add_metric([*own, stage["stage"]], stage["oldest_seconds"])
-        yield from (step, last, rate, groups, dead, waiting, oldest)
+        yield from (step, last, rate, groups, dead, waiting, oldest, busy)

@@ -1,4 +1,4 @@
-"""Leases on the versions that evaluations are pinned to: the trainer's store keeps them, however far training goes on."""
+"""Leases on the versions that evaluations and cohorts are pinned to: the store keeps them, however far training goes on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class Pins:
         """When each was taken or renewed."""
 
     def follow(self, root: Root) -> None:
-        """Holds what the evaluations under way need, and nothing else. Call it before they are issued, and now and then."""
-        wanted = {(track, root.incarnation, version) for run in root.evals for track, version in run.versions.items()}
+        """Holds what evaluations and cohorts under way need, and nothing else. Call it before they are issued, and now and
+        then."""
+        needed = [*(run.versions for run in root.evals), *root.cohorts.values()]
+        wanted = {(track, root.incarnation, version) for versions in needed for track, version in versions.items()}
         for pin in self.held.keys() - wanted:
             self._store(pin).release(*pin[1:], self.holder)
             del self.held[pin]

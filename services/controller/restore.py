@@ -66,6 +66,8 @@ def from_cut(saved: Cut, incarnation: int, seq: int) -> Root:
         current={},
         published={},
         unsynced=(),
+        cohorts={},
+        filtered=0,
         trained_seq=0,
         log_bytes=0,
         trainer_up=False,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from services.controller import busy
 from services.controller.lifecycles.state import Group, Plan, Root, Scoring
 from shared.config.sections import Advantage
 from shared.types.part import Part
@@ -139,10 +140,18 @@ def batch_stats(plan: Plan, root: Root, groups: Sequence[Group]) -> dict[str, fl
     if status := [s for part in parts for s in part.status]:
         out["truncated"] = float(np.mean([s == "truncated" for s in status]))
     stale = [root.current.get(p.track, 0) - v for p in parts for v in p.versions]
-    out |= {"staleness": float(np.mean(stale)), "staleness_max": float(max(stale))} if stale else {}
+    if stale:
+        versions = [v for p in parts for v in p.versions]
+        out |= {"staleness": float(np.mean(stale)), "staleness_max": float(max(stale))}
+        out |= {"version_min": float(min(versions)), "version_max": float(max(versions))}
+    out |= {f"publish_lag/{t}": float(v - root.published.get(t, 0)) for t, v in root.current.items() if t in plan.tracks[:1]}
+    now = root.dropped | {"reissued": root.reissued}
+    for name, count in now.items():
+        if more := count - root.told.get(name, 0):
+            out["reissued" if name == "reissued" else f"dropped/{name}"] = float(more)
     first = min(g.issued_at for g in groups)
     for span in (span for g in groups for head in g.slices or () for span in (*head.spans, *g.scored)):
         stage = f"seconds/{span.name.partition('.')[0].partition(' ')[0]}"
         out[stage] = max(out.get(stage, 0.0), span.seconds)
     out["seconds/gather"] = max(g.ready_at for g in groups) - first
-    return out
+    return out | busy.of_batch(groups)

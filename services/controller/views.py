@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.controller import busy
 from services.controller.jobs import JobDoc
 from services.controller.lifecycles.state import Group, Plan, Root, ledger
 from shared.wire.codec import unpack
@@ -30,6 +31,7 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
     root = unpack(packed, Root) if packed else Root()
     groups = [unpack(row, Group) for row in rows]
     steps = [read_step(fields) for _, fields in reversed(recent)]
+    services = busy.services(steps)
     return {
         "id": doc.id,
         "name": doc.recipe["name"],
@@ -50,6 +52,8 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
         "rates": rates(steps, root),
         "last": steps[-1] if steps else None,
         "waits_for": waits_for(doc.plan, root, groups),
+        "services": services,
+        "bottleneck": busy.bottleneck(services),
         "unfilled": unfilled.decode() if unfilled and root.phase not in ENDED else "",
         "ledger": ledger(root),
         "counts": {k.decode(): int(v) for k, v in counts.items()},

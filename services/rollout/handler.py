@@ -50,10 +50,13 @@ class RolloutHandler:
         track: str,
         worker: str,
         patience_s: float = 3600,
+        most: int | None = None,
     ) -> None:
-        """`patience_s`: longest wait for a version that is still to be published."""
+        """`patience_s`: longest wait for a version that is still to be published. `most`: messages in hand, if fewer than the
+        engine takes.
+        """
         self.engine, self.weights, self.prefetch, self.bodies = engine, weights, prefetch, bodies
-        self.track, self.worker, self.patience_s = track, worker, patience_s
+        self.track, self.worker, self.patience_s, self.most = track, worker, patience_s, most
         self.adopted: list[Span] = []
         """Adoptions that no result has told of yet."""
         self.closing = threading.Event()
@@ -71,7 +74,7 @@ class RolloutHandler:
         self.thread.start()
 
     def capacity(self) -> int:
-        return self.engine.capacity()
+        return self.engine.capacity() if self.most is None else min(self.most, self.engine.capacity())
 
     def progressed(self) -> float:
         return max(self.progress, self.engine.progressed())

@@ -154,6 +154,20 @@ class Schedule(Section):
     weight_sync_interval: int = Field(1, ge=1)
     """Batches between publishes."""
     max_reissues: int = Field(3, ge=0)
+    per_worker_inflight: int | None = Field(None, ge=1)
+    """Groups that one rollout worker has in hand; None: as many as its engine takes, whatever others lack."""
+    version_mixing: Literal["allow", "never"] = "allow"
+    """never: all groups of a batch, also those issued again, are of one version, which is kept until the batch has formed."""
+    on_stale: Literal["drop_and_reissue", "wait"] = "drop_and_reissue"
+    """wait: no batch forms that would make a group in flight too old; nothing is dropped, and the trainer may stand idle."""
+    filter: Literal["none", "zero_variance"] = "none"
+    """zero_variance: a group of equal rewards teaches nothing; it is dropped, and the next prompt comes in its place."""
+    max_backfill: int | None = Field(None, ge=0)
+    """Most groups that the filter replaces for one batch, then it lets all pass; None: batch_size."""
+    oversample: float = Field(1.0, ge=1, le=16)
+    """So many times the groups are issued; those left over when a batch has formed are dropped, the slowest first."""
+    group_deadline_s: float | None = Field(None, gt=0)
+    """A group that is not complete by then is dropped and issued again; None: its workers' deadlines alone count."""
 
 
 class Optimizer(Section):

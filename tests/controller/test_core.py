@@ -14,6 +14,7 @@ from services.controller.lifecycles.state import (
     Branch,
     Evaluated,
     Event,
+    Note,
     Restore,
     State,
     Stepped,
@@ -48,20 +49,41 @@ from tests.controller.world import World, plan, started
     interval=st.integers(1, 3),
     updates=st.integers(1, 2),
     faults=st.sampled_from([0.0, 0.0, 0.15]),
+    mixing=st.booleans(),
+    waits=st.booleans(),
+    backfill=st.sampled_from([None, 0, 3]),
+    oversample=st.sampled_from([1.0, 1.5]),
+    slow=st.sampled_from([None, 12.0]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_every_order_ends_with_a_balanced_ledger_and_the_bound_kept(
-    seed: int, staleness: int, interval: int, updates: int, faults: float
+    seed: int,
+    staleness: int,
+    interval: int,
+    updates: int,
+    faults: float,
+    mixing: bool,
+    waits: bool,
+    backfill: int | None,
+    oversample: float,
+    slow: float | None,
 ) -> None:
     if staleness < interval - 1:
         return
+    mixing = mixing or not staleness or oversample > 1
     world = World(
         plan(
             max_staleness=staleness,
             sync_interval=interval,
             updates_per_batch=updates,
-            max_inflight=3 * (staleness + 1),
+            max_inflight=int(3 * (staleness + 1) * oversample),
             need="at_least" if staleness else "exactly",
+            mixing=mixing,
+            waits_for_old=waits and staleness > 0,
+            max_backfill=backfill,
+            oversample=oversample,
+            group_deadline=slow,
+            max_reissues=50 if slow else 3,
             suites={"s": SuitePlan(at=("start", "end"), size=4, scorers=("exact",))},
         ),
         seed,
@@ -74,6 +96,12 @@ def test_every_order_ends_with_a_balanced_ledger_and_the_bound_kept(
     assert root.published["policy"] == root.current["policy"]
     roots = [g.partition("#")[0] for g in world.trained]
     assert len(set(roots)) == len(roots)
+    assert max(world.ages) <= staleness * updates, "the bound is hard"
+    assert mixing or all(len(versions) == 1 for versions in world.mixed), "a batch of one version"
+    if waits and not slow and not faults and oversample == 1:
+        assert "stale" not in root.dropped
+    if backfill is not None:
+        assert root.dropped.get("zero_variance", 0) <= backfill * 4
     assert [c.run.tag for c in world.commands if isinstance(c, Evaluated)] and set(root.evaluated) == {"s:start", "s:end"}
 
 
@@ -372,3 +400,71 @@ def test_a_log_that_one_batch_fills_is_relieved() -> None:
     world.send(Operator(command="resume"))
     world.send(Saved(seq=saved.seq))
     assert world.state.root.log_bytes == 0
+
+
+def test_groups_of_equal_rewards_are_replaced_up_to_a_bound() -> None:
+    world = started(max_backfill=2, batch_size=2, max_inflight=2)
+    for number in range(4):
+        first = min(world.flights.values(), key=lambda g: g.draw)
+        world.send(world.completed(first, rewards=(0.5, 0.5)))
+        assert world.state.root.dropped == {"zero_variance": min(number + 1, 2)}, "their prompts do not come again"
+        world.flights = {g: f for g, f in world.flights.items() if g != first.gid}
+    [record, *_] = world.log
+    assert [g.draw for g in record.groups] == [2, 3] and not world.state.root.again
+    [note] = [c for c in world.commands if isinstance(c, Note) and "equal rewards" in c.text]
+    assert "batch 1: 2 groups of equal rewards were replaced; further ones are trained" in note.text
+    assert world.state.root.records[0].stats["dropped/zero_variance"] == 2
+
+
+def test_what_is_left_over_when_a_batch_has_formed_is_dropped() -> None:
+    world = started(oversample=1.5, batch_size=2, max_inflight=3)
+    assert len(world.flights) == 3
+    slow = world.flights["s:0:0#0"]
+    world.send(*(world.completed(g) for g in list(world.flights.values()) if g is not slow))
+    assert [g.draw for g in world.log[0].groups] == [1, 2]
+    assert world.state.root.dropped == {"surplus": 1} and not world.state.root.again and not world.state.groups
+    world.send(world.completed(slow))
+    assert world.state.root.completed == 2, "it comes too late"
+
+
+def test_a_slow_group_is_issued_again_after_its_deadline() -> None:
+    world = started(group_deadline=5.0, batch_size=1, max_inflight=1)
+    for _ in range(7):
+        world.send()
+    assert set(world.flights) == {"s:0:0#1"} and world.state.root.dropped == {"deadline": 1}
+    assert world.state.root.reissued == 1
+
+
+def test_a_cohort_is_of_one_version_also_what_is_issued_again() -> None:
+    world = started(mixing=False, max_staleness=1, batch_size=2, max_inflight=4, need="at_least", on_failed="drop_group")
+    first = [g for g in world.flights.values() if g.cohort == 0]
+    assert len(first) == 2 and {g.needs["policy"] for g in world.flights.values()} == {Need("exactly", 0)}
+    world.send(*(world.completed(g) for g in first))
+    world.send(*world.trainer())
+    world.send(*world.trainer())  # version 1 is published
+    late = [g for g in world.flights.values() if g.cohort == 2]
+    assert {g.needs["policy"] for g in late} == {Need("exactly", 1)} and world.state.root.cohorts == {
+        1: {"policy": 0},
+        2: {"policy": 1},
+    }
+    failing = next(g for g in world.flights.values() if g.cohort == 1)
+    world.send(world.completed(failing, rewards=(float("nan"),) * 2))
+    [again] = [g for g in world.flights.values() if g.gid == f"{failing.gid.partition('#')[0]}#1"]
+    assert again.cohort == 1 and again.needs["policy"] == Need("exactly", 0)
+    world.send(*(world.completed(g) for g in late))
+    assert len(world.log) == 0, "a later cohort does not go first"
+
+
+def test_nothing_is_dropped_where_the_trainer_waits() -> None:
+    world = started(waits_for_old=True, max_staleness=1, batch_size=2, max_inflight=4, need="at_least", steps=9)
+    slow = world.flights["s:0:0#0"]
+    for _ in range(2):
+        others = [g for g in world.flights.values() if g is not slow and g.needs["policy"].version == world.version]
+        world.send(*(world.completed(g) for g in others[:2]))
+        while world.log:
+            world.send(*world.trainer())
+    assert world.state.root.batches == 1 and slow.gid in world.flights, "its last chance is the next batch"
+    old = [g for g in world.flights.values() if g.needs["policy"].version == 0]
+    assert slow in old and len(old) == 2
+    world.send(*map(world.completed, old))
+    assert slow.gid in {g.gid for g in world.log[0].groups} and not world.state.root.dropped

@@ -65,6 +65,10 @@ class World:
         self.unusable = 0
         """Of each bunch of held-out records."""
         self.trained: list[str] = []
+        self.ages: list[int] = []
+        """Updates between a trained group's oldest version and the trainer's."""
+        self.mixed: list[set[int]] = []
+        """Versions of each batch."""
         self.commands: list[Command] = []
 
     def send(self, *events: Event) -> None:
@@ -109,6 +113,9 @@ class World:
         """Applies the next record of its log."""
         record = self.log.pop(0)
         if record.kind == "train":
+            held = [v for g in record.groups for head in g.slices or () for part in head.parts for v in part.versions]
+            self.ages += [self.version - v for v in held] or [0]
+            self.mixed.append(set(held))
             bad = self.rng.random() < self.faults
             self.version += 0 if bad else self.plan.updates_per_batch
             self.trained += [g.gid for g in record.groups]

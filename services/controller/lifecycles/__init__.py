@@ -28,7 +28,7 @@ DOMAINS: dict[str, ModuleType] = {
     "sft": sft,
     "unified_model": unified_model,
 }
-RUNNABLE = ("ar", "async_ar", "diffusion", "sft")
+RUNNABLE = ("ar", "async_ar", "async_diffusion", "diffusion", "sft")
 """Domains whose engines and losses exist."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -46,17 +47,41 @@ def launch(plan: Plan, root: Root) -> int:
     since = batches_since(root, takeable(plan, root), plan.tracks[0])
     freshness = max(0, plan.max_staleness - since + 1) if plan.route else left
     allowed = min(freshness, left) * plan.batch_size
+    in_training = sum(len(r.gids) for r in root.records)
+    if plan.oversample > 1:  # what is in training has formed
+        allowed = in_training + math.ceil(max(0, allowed - in_training) * plan.oversample)
     return max(0, min(plan.max_inflight, allowed) - root.outstanding)
+
+
+def surplus(plan: Plan, root: Root, groups: Mapping[str, Group]) -> list[Group]:
+    """What is left over now that a batch has formed, the slowest first: all beyond what the batches to come may need."""
+    if plan.oversample <= 1:
+        return []
+    open_groups = [g for g in groups.values() if g.kind == "train"]
+    left = plan.steps - root.batches - 1
+    excess = len(open_groups) - min(plan.max_staleness, left) * plan.batch_size
+    flights = sorted((g for g in open_groups if g.slices is None), key=lambda g: (g.issued_at, g.draw))
+    rest = sorted((g for g in open_groups if g.slices is not None), key=lambda g: -g.order)
+    return [*flights, *rest][: max(0, excess)]
+
+
+def oldest(root: Root, group: Group) -> int:
+    """How many updates lie between the trainer's version and the oldest that the group has, or may come back with."""
+    if group.slices is None:
+        return max((root.current.get(t, 0) - need.version for t, need in group.needs.items()), default=0)
+    parts = [part for head in group.slices for part in head.parts if part.versions]
+    return max((root.current.get(part.track, 0) - min(part.versions) for part in parts), default=0)
+
+
+def expiring(plan: Plan, root: Root, groups: Mapping[str, Group]) -> list[Group]:
+    """Groups that would be too old for every batch but the next."""
+    bound = (plan.max_staleness - 1) * plan.updates_per_batch
+    return [g for g in groups.values() if g.kind == "train" and oldest(root, g) > bound]
 
 
 def fresh(plan: Plan, root: Root, group: Group) -> bool:
     """The hard per-sample bound: `current - oldest version in the group ≤ max_staleness × updates per batch`, per track."""
-    bound = plan.max_staleness * plan.updates_per_batch
-    for head in group.slices or ():
-        for part in head.parts:
-            if part.versions and root.current.get(part.track, 0) - min(part.versions) > bound:
-                return False
-    return True
+    return group.slices is None or oldest(root, group) <= plan.max_staleness * plan.updates_per_batch
 
 
 def evaluated(plan: Plan, root: Root) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,8 @@ def check_placement(recipe: Recipe) -> None:
         raise bad("placement.layout", recipe.placement.layout, "is not there yet", "separate")
 
 
-def check_schedule(schedule: Schedule, batch_size: int) -> int:
-    """The largest number of groups in flight. BadInput for what would deadlock."""
+def check_schedule(schedule: Schedule, batch_size: int, group_size: int) -> int:
+    """The largest number of groups in flight. BadInput for what would deadlock, or has no effect."""
     if schedule.max_staleness < schedule.weight_sync_interval - 1:
         raise bad(
             "schedule.max_staleness",
@@ -27,7 +28,29 @@ def check_schedule(schedule: Schedule, batch_size: int) -> int:
         )
     if schedule.max_inflight is not None and schedule.max_inflight < batch_size:
         raise bad("schedule.max_inflight", schedule.max_inflight, "no batch could form", f"at least {batch_size}")
-    return schedule.max_inflight or (schedule.max_staleness + 1) * batch_size
+    if schedule.filter == "zero_variance" and group_size < 2:
+        raise bad("schedule.filter", schedule.filter, "a group of 1 has no variance: nothing would be trained", "none")
+    if schedule.filter == "none" and schedule.max_backfill is not None:
+        raise bad("schedule.max_backfill", schedule.max_backfill, "nothing is filtered", "schedule.filter zero_variance")
+    for field, value, off in (
+        ("on_stale", schedule.on_stale, "drop_and_reissue"),
+        ("version_mixing", schedule.version_mixing, "allow"),
+    ):
+        if value != off and not schedule.max_staleness:
+            raise bad(f"schedule.{field}", value, "with max_staleness 0 all groups are of one version, the newest", off)
+    if schedule.oversample > 1 and schedule.version_mixing == "never":
+        raise bad("schedule.oversample", schedule.oversample, "a cohort is a batch, and has no more groups", "1")
+    if schedule.oversample > 1 and schedule.on_stale == "wait":
+        raise bad(
+            "schedule.oversample", schedule.oversample, "what is left over is dropped, and on_stale says that nothing is", "1"
+        )
+    return schedule.max_inflight or math.ceil((schedule.max_staleness + 1) * batch_size * schedule.oversample)
+
+
+def _backfill(schedule: Schedule, batch_size: int) -> int | None:
+    if schedule.filter == "none":
+        return None
+    return batch_size if schedule.max_backfill is None else schedule.max_backfill
 
 
 def rolled_out(
@@ -53,7 +76,12 @@ def rolled_out(
         **scoring(reward),
         updates_per_batch=recipe.train.num_updates_per_batch,
         max_staleness=schedule.max_staleness,
-        max_inflight=check_schedule(schedule, recipe.data.batch_size),
+        max_inflight=check_schedule(schedule, recipe.data.batch_size, branches[0].n),
+        mixing=schedule.version_mixing == "allow",
+        waits_for_old=schedule.on_stale == "wait",
+        max_backfill=_backfill(schedule, recipe.data.batch_size),
+        oversample=schedule.oversample,
+        group_deadline=schedule.group_deadline_s,
         sync_interval=schedule.weight_sync_interval,
         max_reissues=schedule.max_reissues,
         log_budget=int(recipe.train.log_budget_mb * 2**20),

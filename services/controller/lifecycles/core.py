@@ -7,12 +7,12 @@ computed again from durable state, so any controller may die anywhere and anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from services.controller.lifecycles import admission, evaluation, publishing
+from services.controller.lifecycles import admission, choosing, evaluation, publishing
 from services.controller.lifecycles.state import (
     Append,
     BadRecord,
@@ -38,7 +38,6 @@ from shared.wire.envelope import (
     Dead,
     Failure,
     Measured,
-    Need,
     Operator,
     Published,
     RolledBack,
@@ -123,11 +122,13 @@ class Transition:
         self.groups[group.gid] = ready
         finite = sum(map(math.isfinite, ready.rewards))
         if finite == len(ready.rewards):
-            return
-        if self.plan.on_failed == "abort":
+            choosing.sift(self, ready)
+        elif self.plan.on_failed == "abort":
             self.end("failed", f"scoring failed for {len(ready.rewards) - finite} samples of {group.gid} (on_failed: abort)")
         elif self.plan.on_failed == "drop_group" or finite < min(2, len(ready.rewards)):
             self.drop(ready, "unscored")
+        else:
+            choosing.sift(self, ready)
 
     def died(self, gid: str, error: str) -> None:
         group = self.groups.get(gid)
@@ -151,7 +152,15 @@ class Transition:
             self.set(dead=self.root.dead + 1, dead_draws=(*self.root.dead_draws, group.draw))
             return
         counts = self.root.dropped | {reason: self.root.dropped.get(reason, 0) + 1}
-        self.set(dropped=counts, again=(*self.root.again, (group.draw, group.issue + 1)))
+        again = (*self.root.again, (group.draw, group.issue + 1))
+        self.set(dropped=counts, again=again, reissued=self.root.reissued + 1)
+
+    def discard(self, groups: Sequence[Group], reason: str) -> None:
+        """Dropped, and their prompts are not issued again."""
+        for in_flight in (True, False):
+            self.close([g for g in groups if (g.slices is None) == in_flight], in_flight)
+        if groups:
+            self.set(dropped=self.root.dropped | {reason: self.root.dropped.get(reason, 0) + len(groups)})
 
     def close(self, groups: Sequence[Group], in_flight: bool) -> None:
         for group in groups:
@@ -267,7 +276,7 @@ class Transition:
             evaluation.resume(self)
             evaluation.at_start(self)
         if self.root.phase == "running":
-            self.drop_stale()
+            choosing.drop_old(self)
             self.launch()
             if self.plan.route or not self.root.evals:  # what the trainer measures, it measures between two batches
                 self.form_batch()
@@ -281,9 +290,8 @@ class Transition:
             self.conclude()
 
     def launch(self) -> None:
-        versions = admission.takeable(self.plan, self.root)
-        needs = {t: Need(self.plan.need, versions.get(t, 0)) for t in self.plan.tracks if self.plan.route}
         for _ in range(admission.launch(self.plan, self.root)):
+            cohort, needs = choosing.demand(self)
             if self.root.again:
                 (draw, issue), *rest = self.root.again
                 self.set(again=tuple(rest))
@@ -295,6 +303,7 @@ class Transition:
                 draw=draw,
                 issue=issue,
                 shelf=self.root.formed,
+                cohort=cohort,
                 needs=needs,
                 issued_at=self.now,
             )
@@ -305,24 +314,18 @@ class Transition:
             self.set(issued=self.root.issued + 1)
             self.commands.append(Issue(group))
 
-    def drop_stale(self) -> None:
-        if not self.plan.route or not self.plan.max_staleness:
-            return
-        for group in [g for g in self.groups.values() if g.kind == "train" and g.slices is not None]:
-            if not admission.fresh(self.plan, self.root, group):
-                self.drop(group, "stale")
-
     def form_batch(self) -> None:
         if any(r.kind == "train" for r in self.root.records):
             return
-        ready = [group for group in complete(self.groups) if group.gid not in self.new]
-        if len(ready) < self.plan.batch_size or self.root.batches >= self.plan.steps:
+        chosen = choosing.batch(self)
+        if not chosen:
             return
-        chosen = sorted(ready, key=lambda g: g.order)[: self.plan.batch_size]
-        chosen.sort(key=lambda g: (g.draw, g.issue))
         self.append("train", tuple(chosen))
-        self.set(formed=self.root.formed + 1)
+        told = self.root.dropped | {"reissued": self.root.reissued}
+        cohorts = {k: versions for k, versions in self.root.cohorts.items() if k != self.root.formed}
+        self.set(formed=self.root.formed + 1, filtered=0, told=told, cohorts=cohorts)
         self.close(chosen, in_flight=False)
+        self.discard(admission.surplus(self.plan, self.root, self.groups), "surplus")
         last = self.root.batches + 1 >= self.plan.steps
         if admission.publish_due(self.plan, self.root, last):
             self.append("publish", pinned=admission.evaluated(self.plan, self.root))
@@ -367,10 +370,7 @@ class Transition:
 
     def finish(self) -> None:
         """The steps are done: what is still open is surplus."""
-        surplus = [g for g in self.groups.values() if g.kind == "train"]
-        self.close(surplus, in_flight=True)
-        if surplus:
-            self.set(dropped=self.root.dropped | {"surplus": self.root.dropped.get("surplus", 0) + len(surplus)})
+        self.discard([g for g in self.groups.values() if g.kind == "train"], "surplus")
         self.set(phase="finishing", changed_at=self.now)
         evaluation.at_end(self)
 
@@ -382,11 +382,6 @@ class Transition:
             self.commands.append(Note("info", f"done: {self.root.batches} steps"))
 
 
-def complete(groups: Mapping[str, Group]) -> list[Group]:
-    """Those that wait to be trained."""
-    return [g for g in groups.values() if g.kind == "train" and g.slices is not None]
-
-
 def missing(plan: Plan, state: State) -> int:
     """How many groups the next batch lacks."""
-    return plan.batch_size - len(complete(state.groups))
+    return plan.batch_size - len(choosing.complete(state.groups))

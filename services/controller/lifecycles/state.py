@@ -62,6 +62,14 @@ class Plan(Scoring, frozen=True, kw_only=True):
     sync_interval: int = 1
     max_reissues: int = 3
     need: Literal["exactly", "at_least"] = "exactly"
+    mixing: bool = True
+    """False: cohorts of a batch, of one version each."""
+    waits_for_old: bool = False
+    """No batch forms that would make an open group too old."""
+    max_backfill: int | None = None
+    """Groups of equal rewards that are replaced for one batch; None: they are trained."""
+    oversample: float = 1.0
+    group_deadline: float | None = None
     publish_at_end_only: bool = False
     log_budget: int = 1 << 30
     """Bytes of bodies that the train log may retain."""
@@ -105,6 +113,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     needs: dict[str, Need]
     issued_at: float
     kind: Literal["train", "eval"] = "train"
+    cohort: int | None = None
+    """The batch that it is issued for, where versions are not mixed."""
     slices: tuple[SliceHead, ...] | None = None
     """None while it is in flight."""
     rewards: tuple[float, ...] = ()
@@ -214,6 +224,13 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes of bodies that the log names and no complete checkpoint covers."""
     swept: int = 0
     """Shelves below are gone."""
+    cohorts: dict[int, dict[str, int]] = {}
+    """The versions of the batches that groups have been issued for, where they are not mixed."""
+    filtered: int = 0
+    """Groups that the filter has replaced since the newest batch."""
+    told: dict[str, int] = {}
+    """Dropped groups by reason, and re-issues, when the newest batch had formed."""
+    reissued: int = 0
     evals: tuple[EvalRun, ...] = ()
     evaluated: tuple[str, ...] = ()
     """Keys of the runs that are done."""

@@ -1,0 +1,78 @@
+"""Which groups make a batch, which ones are dropped before, and what a new one is issued for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from services.controller.lifecycles import admission
+from services.controller.lifecycles.state import Group, Note
+from shared.wire.envelope import Need
+
+if TYPE_CHECKING:
+    from services.controller.lifecycles.core import Transition
+
+
+def complete(groups: Mapping[str, Group]) -> list[Group]:
+    """Those that wait to be trained."""
+    return [g for g in groups.values() if g.kind == "train" and g.slices is not None]
+
+
+def sift(step: Transition, group: Group) -> None:
+    """A group of equal rewards gives no gradient: the next prompt takes its place, up to a bound."""
+    most, root = step.plan.max_backfill, step.root
+    if most is None or len({r for r in group.rewards if math.isfinite(r)}) > 1:
+        return
+    if root.filtered < most:
+        step.set(filtered=root.filtered + 1)
+        step.discard([group], "zero_variance")
+    elif root.filtered == most:  # said once a batch
+        step.set(filtered=most + 1)
+        text = f"batch {root.formed + 1}: {most} groups of equal rewards were replaced; further ones are trained"
+        step.commands.append(Note("warning", text))
+
+
+def drop_old(step: Transition) -> None:
+    """Complete groups beyond the bound, and those in flight beyond the deadline: one slow sibling stalls nobody."""
+    plan, limit = step.plan, step.plan.group_deadline
+    if not plan.route:
+        return
+    for group in [g for g in step.groups.values() if g.kind == "train"]:
+        if group.slices is None:
+            if limit is not None and step.now - group.issued_at > limit:
+                step.drop(group, "deadline")
+        elif plan.max_staleness and not admission.fresh(plan, step.root, group):
+            step.drop(group, "stale")
+
+
+def demand(step: Transition) -> tuple[int | None, dict[str, Need]]:
+    """The cohort of the next group, where versions are not mixed, and the versions that it needs."""
+    plan, root = step.plan, step.root
+    versions = admission.takeable(plan, root)
+    if plan.mixing:
+        return None, {t: Need(plan.need, versions.get(t, 0)) for t in plan.tracks if plan.route}
+    members = [g.cohort for g in step.groups.values() if g.kind == "train"]
+    cohort = next(k for k in itertools.count(root.formed) if members.count(k) < plan.batch_size)
+    known = root.cohorts.get(cohort)
+    if known is None:
+        known = {t: versions.get(t, 0) for t in plan.tracks}
+        step.set(cohorts=root.cohorts | {cohort: known})
+    return cohort, {t: Need("exactly", version) for t, version in known.items()}
+
+
+def batch(step: Transition) -> list[Group]:
+    """The groups of the next batch in the order of the data, first come first; none while some are missing."""
+    plan, root = step.plan, step.root
+    ready = [g for g in complete(step.groups) if g.gid not in step.new and g.cohort in (None, root.formed)]
+    if len(ready) < plan.batch_size or root.batches >= plan.steps:
+        return []
+    first: set[str] = set()
+    if plan.waits_for_old:
+        old = admission.expiring(plan, root, step.groups)
+        if any(g.slices is None for g in old):
+            return []
+        first = {g.gid for g in old}
+    chosen = sorted(ready, key=lambda g: (g.gid not in first, g.order))[: plan.batch_size]
+    return sorted(chosen, key=lambda g: (g.draw, g.issue))

@@ -13,6 +13,10 @@ from shared.types.part import Media
 
 Pixels = np.ndarray[Any, Any]
 MP4 = "video/mp4"
+ENDINGS = {"image/png": ".png", "image/webp": ".webp", MP4: ".mp4"}
+"""Of files, by media type."""
+MOST_KEPT = 1 << 20
+"""Bytes of a video that is its own preview."""
 THREADS = 4
 """Of the encoder, whatever the host has: the file belongs to the frames alone."""
 SHOWN = 16
@@ -65,9 +69,14 @@ def as_file(media: Media) -> tuple[str, bytes]:
 
 
 def preview(media: Media, side: int = 256) -> tuple[str, bytes]:
-    """(media type, file) for a quick look: at most `side` pixels high and wide. An MP4 is its own preview."""
+    """(media type, file) for a quick look: at most `side` pixels high and wide. An MP4 is its own preview; ValueError for one
+    that is too large to be kept.
+    """
     if media.mime == MP4:
-        return as_file(media)
+        found = as_file(media)
+        if len(found[1]) > MOST_KEPT:
+            raise ValueError(f"a video of {len(found[1])} bytes is too large for a preview (more than {MOST_KEPT})")
+        return found
     frames = frames_of(media)
     places = np.unique(np.linspace(0, len(frames) - 1, min(len(frames), SHOWN)).round().astype(int))
     small = [Image.fromarray(frames[k]) for k in places]

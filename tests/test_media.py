@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from services.controller.previews import Previews
 from shared import media
 from shared.types.part import Media
 
@@ -55,6 +57,23 @@ def test_files_for_people(held: Media, mime: str, size: tuple[int, int]) -> None
     with Image.open(io.BytesIO(data)) as picture, Image.open(io.BytesIO(little)) as thumbnail:
         assert picture.size == size and max(thumbnail.size) <= 64 and small == "image/webp"
         assert getattr(picture, "n_frames", 1) == len(media.frames_of(held))
+
+
+def test_previews_are_small_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    previews = Previews(tmp_path)
+    long = "a" * 250 + "/7"
+    assert previews.keep("steps", 3, long, Media(mime="image/raw", data=moving(1)[0]))
+    found = previews.find("steps", 3, long)
+    assert found is not None and found[0] == "image/webp" and previews.find("steps", 3, "b") is None
+    video = media.encoded_video(moving(), 16, 10)
+    assert previews.keep("evals", "s:end", 0, video) and (previews.find("evals", "s:end", 0) or ("",))[0] == "video/mp4"
+    monkeypatch.setattr(media, "MOST_KEPT", 10)
+    assert not previews.keep("evals", "s:end", 1, video)
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    assert not previews.keep("steps", 3, "c", Media(mime="image/raw", data=moving(1)[0]))
+    assert all(not path.name.startswith(".") for path in tmp_path.rglob("*"))
+    previews.forget(4, 9)
+    assert previews.find("steps", 3, long) is None
 
 
 def test_what_is_no_video_is_said() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mimetypes
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import click
 import msgpack
 from rich.console import Console
 
+from shared.media import ENDINGS
 from shared.types.metrics import average_metrics
 from shared.wire.envelope import ENDED
 from unimesh import show
@@ -154,7 +154,7 @@ def pictures(job: str, folder: Path, step: int | None, limit: int, as_json: bool
     folder.mkdir(parents=True, exist_ok=True)
     for name, reward, path, asked in wanted:
         mime, content = api.file(path, **asked)
-        target = folder / f"{name}{mimetypes.guess_extension(mime) or ''}"
+        target = folder / f"{name}{ENDINGS.get(mime, '')}"
         target.write_bytes(content)
         found.append({"file": str(target), "reward": reward})
     put(found, as_json, show.pictures_table)

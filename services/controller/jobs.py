@@ -19,7 +19,7 @@ from services.controller.data.intake import BadPrompt, Intake, MediaIntake, TooL
 from services.controller.data.order import DataOrder
 from services.controller.data.record import Source
 from services.controller.data.sources import open_source
-from services.controller.lifecycles.diffusion import check_picture, check_size, sigmas_of
+from services.controller.lifecycles.diffusion import check_picture, check_size, sigmas_of, unguided
 from services.controller.lifecycles.state import Phase, Plan, Root
 from services.controller.models import adapted, fingerprint, frozen_of
 from shared.config import specs
@@ -194,7 +194,11 @@ def media_params(recipe: Any, folder: Path, suite: Any = None) -> DiffusionSampl
     if suite is not None:
         sampling, solver = suite.applied(sampling), suite.solver
     drawing = sampling.drawing(0) if sampling.eta > 0 else ()
-    given = sampling.model_dump(exclude={"shift", "sde_window"}) | {"sde_indices": drawing}
+    scale = unguided(recipe) if sampling.guidance_scale is None else sampling.guidance_scale
+    given = sampling.model_dump(exclude={"shift", "sde_window", "sigma_grid"}) | {
+        "sde_indices": drawing,
+        "guidance_scale": scale,
+    }
     return DiffusionSamplingParams(
         **given,
         sigmas=sigmas_of(recipe, folder, sampling),
@@ -270,10 +274,11 @@ def _warnings(plan: Plan, job: Job) -> list[str]:
     if plan.route and plan.group_size == 1 and baseline and algorithm.advantage.scope == "group":
         found.append("rollout.group_size is 1: a group baseline makes every advantage 0, so nothing is learned")
     media = isinstance(job.recipe.model, MediaModel)
-    if plan.route and not media and job.recipe.train.ema is not None and not algorithm.params.get("correction"):
-        found.append(
-            "train.ema: rollouts sample from the average, not from what is trained; consider algorithm.params.correction"
-        )
+    averaged = plan.route and job.recipe.train.ema is not None
+    wanted = specs.find("algorithm", algorithm.name, "").flags.get("requires_ema_rollout")
+    if averaged and not wanted and not algorithm.params.get("correction"):
+        remedy = "; leave it out" if media else "; consider algorithm.params.correction"
+        found.append("train.ema: rollouts sample from the average, not from what is trained" + remedy)
     if isinstance(intake := job.train.intake, MediaIntake):
         cut = f"the text encoder reads {intake.encoder.limit} tokens of a prompt"
         if intake.encoder.tokenizer is None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-import mimetypes
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 from uuid import uuid4
 
-from shared.media import preview
+import xxhash
+
+from shared.media import ENDINGS, preview
 from shared.types.part import Media, Part
 
 log = logging.getLogger(__name__)
 
 
 class Previews:
-    """Of one job: `steps/STEP/SAMPLE` and `evals/SUITE:TAG/INDEX`, each with the ending of its media type."""
+    """Of one job: `steps/STEP/…` and `evals/SUITE:TAG/…`, each file with the ending of its media type."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,22 +26,25 @@ class Previews:
     def keep(self, kind: str, of: int | str, name: int | str, media: Media) -> bool:
         """Whether there is one now. Nothing waits for it, and nothing fails for it."""
         place = self._place(kind, of, name)
+        temporary = place.with_name(f".{uuid4().hex}")
         try:
             mime, data = preview(media)
             place.parent.mkdir(parents=True, exist_ok=True)
-            temporary = place.with_name(f".{uuid4().hex}")
             temporary.write_bytes(data)
-            temporary.rename(place.with_name(f"{place.name}{mimetypes.guess_extension(mime)}"))
+            temporary.rename(place.with_name(f"{place.name}{ENDINGS[mime]}"))
         except (OSError, ValueError) as error:
             log.info("no preview of %s: %s", name, error)
             return False
+        finally:
+            temporary.unlink(missing_ok=True)
         return True
 
     def find(self, kind: str, of: int | str, name: int | str) -> tuple[str, bytes] | None:
         """(media type, file)."""
         place = self._place(kind, of, name)
-        for path in place.parent.glob(f"{_escaped(place.name)}.*"):
-            return mimetypes.guess_type(path.name)[0] or "application/octet-stream", path.read_bytes()
+        for mime, ending in ENDINGS.items():
+            with suppress(FileNotFoundError):  # also where it goes meanwhile
+                return mime, place.with_name(f"{place.name}{ending}").read_bytes()
         return None
 
     def forget(self, below: int, at_least: int) -> None:
@@ -49,16 +54,11 @@ class Previews:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _place(self, kind: str, of: int | str, name: int | str) -> Path:
-        """Without its ending; names cannot lead elsewhere."""
-        return self.folder / kind / quote(str(of), safe="") / quote(str(name), safe="").replace(".", "%2E")
+        """Without its ending. Names may be long, and cannot lead elsewhere."""
+        return self.folder / kind / quote(str(of), safe="") / xxhash.xxh3_128_hexdigest(str(name).encode())
 
 
 def media_of(part: Part) -> dict[str, Media]:
     """Sample id → its picture or video, of a Part that has them."""
     column = part.primitives.get("image") or part.primitives.get("video") or ()
     return {name: one for name, one in zip(part.sample_ids, column, strict=False) if isinstance(one, Media)}
-
-
-def _escaped(name: str) -> str:
-    """For glob."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -169,13 +169,16 @@ class Records:
         if after is not None:
             clauses.append("(step < ? OR (step = ? AND root >= ?))")
             values += [after[0], after[0], after[1].partition("/")[0]]
+        step_before, id_before = after or (None, "")
+        root_before, passed = id_before.partition("/")[0], after is None
         query = f"SELECT step, data FROM groups WHERE {' AND '.join(clauses) or '1'} ORDER BY step DESC, root"
         found: list[dict[str, Any]] = []
         with self.open() as connection:
             for number, data in connection.execute(query, values):
                 for sample in unpack(data, Trained).samples(number):
                     reward = sample["reward"]
-                    if after is not None and number == after[0] and sample["id"] <= after[1]:
+                    if not passed and number == step_before and sample["id"].partition("/")[0] == root_before:
+                        passed = sample["id"] == id_before
                         continue
                     if status not in (None, sample["status"]):
                         continue

@@ -21,7 +21,7 @@ from services.trainer.world import World
 from shared.config.sections import Train
 from shared.models import lora
 from shared.models.ar.bundle import where
-from shared.models.diffusion.family import Family
+from shared.models.diffusion.family import Conditions, Family
 from shared.sde import loop
 from shared.sde.loop import Replayed
 
@@ -160,7 +160,7 @@ class FlowStack(Stack):
         needs them together; returns its share of the update's loss."""
         rows = members or [work.spare]
         steps = range(len(rows[0].indices))
-        groups = [list(steps)] if self.algorithm.joint else [[k] for k in steps]
+        groups = [list(steps)] if self.algorithm.joint or self.section.steps_at_once else [[k] for k in steps]
         total = 0.0
         for chosen in groups:
             self.tick()
@@ -221,7 +221,13 @@ class FlowStack(Stack):
         guidance = first.params.guidance_scale if scale is None else scale
         cond = self.family.stacked([row.conditions for row in rows], device)
         negative = None if first.negative is None else self.family.stacked([row.negative or {} for row in rows], device)
-        return lambda x, sigma: self.family.predict(model, x.float(), sigma, cond, negative, guidance)
+
+        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+            """Of the rows, or of all of them again and again (steps that are scored at once)."""
+            own, against = _again(cond, len(x) // len(rows)), negative and _again(negative, len(x) // len(rows))
+            return self.family.predict(model, x.float(), sigma, own, against, guidance)
+
+        return velocity
 
     def _replay(
         self, rows: Sequence[FlowRow], model: Any, chosen: Sequence[int] | None = None, scale: float | None = None
@@ -233,4 +239,9 @@ class FlowStack(Stack):
         latents = torch.stack([row.latents for row in rows]).to(device)
         sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
         with self.backend.computing():
-            return loop.replay(velocity, latents, first.positions, sigmas, first.params.kernel, first.params.eta, steps)
+            how: Any = (first.positions, sigmas, first.params.kernel, first.params.eta, steps, self.section.steps_at_once)
+            return loop.replay(velocity, latents, *how)
+
+
+def _again(cond: Conditions, times: int) -> Conditions:
+    return cond if times == 1 else {n: v.repeat(times, *[1] * (v.dim() - 1)) for n, v in cond.items()}

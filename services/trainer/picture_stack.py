@@ -48,6 +48,8 @@ class PictureStack(FlowStack):
     @torch.no_grad()
     def measure(self, batch: FlowBatch) -> Measures:
         """Of held-out pictures: times and noise by their names alone, so that losses compare across steps."""
+        if not batch.heads:
+            return Measures(0, 0.0, 0.0, 0.0)
         [work] = self._plan(batch, 1)
         total, count = 0.0, 0
         for members in self._all(work):
@@ -69,7 +71,7 @@ class PictureStack(FlowStack):
         cond = self.family.stacked([self._encoded(row) for row in rows], device)
         with self.backend.computing():
             noisy = (1 - wide) * clean + wide * noise
-            velocity = self.family.predict(self.backend.model, noisy, times, cond, None, 1.0)
+            velocity = self.family.predict(self.backend.model, noisy, times, cond, None, self.family.unguided)
         return velocity.float(), clean, noise
 
     @torch.no_grad()

@@ -111,6 +111,12 @@ class FlowUniGrpo(FlowGrpo):
     mse_weight: float = pydantic.Field(0.0, ge=0)
     """Weight of the squared distance of velocities to the reference's."""
 
+    @pydantic.model_validator(mode="after")
+    def _centred(self) -> FlowUniGrpo:
+        if self.ratio_norm and (self.beta or self.clip_schedule != "constant"):
+            raise ValueError("ratio_norm: its loss has neither beta nor clip_schedule; mse_weight is its penalty")
+        return self
+
 
 class FlowDppo(Flow):
     kl_mask_threshold: float = pydantic.Field(1e-5, ge=0)

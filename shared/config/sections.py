@@ -216,6 +216,8 @@ class Train(Section):
     """What is counted: the padded tensor, or the tokens alone (right for packed replay)."""
     replay: Literal["padded", "packed"] = "padded"
     """packed: the sequences of a micro-batch stand in one row, without padding and without attention across them."""
+    steps_at_once: bool = False
+    """Pictures: the steps of a micro-batch that drew are scored in one forward pass, which takes so many times the memory."""
     activation_checkpointing: bool = False
     """Activations of the model's blocks are computed again in the backward pass: less memory, about a third more work."""
     ema: Ema | None = None

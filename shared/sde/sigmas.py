@@ -64,6 +64,19 @@ def static_sigmas(steps: int, shift: float, terminal: float | None = None) -> Ar
     return np.asarray(shift * t / (1 + (shift - 1) * t), np.float32)
 
 
+def scheduler_sigmas(steps: int, shift: float, timesteps: int = 1000) -> Array:
+    """The grid that diffusers' scheduler makes where its pipeline gives none (SD3, Wan): evenly spaced between shifted ends, and
+    shifted once more; then 0."""
+    if steps < 1:
+        raise ValueError(f"steps {steps}: must be at least 1")
+
+    def shifted(t: Any) -> Any:
+        return shift * t / (1 + (shift - 1) * t)
+
+    grid = np.linspace(shifted(1.0), shifted(1 / timesteps), steps)
+    return np.append(shifted(grid), 0.0).astype(np.float32)
+
+
 def dynamic_sigmas(steps: int, mu: float, kind: Shift = "exponential", terminal: float | None = None) -> Array:
     """`u = linspace(1, 1/steps, steps)`; `s = e / (e + 1/u - 1)` with `e = exp(mu)` or mu; then 0.
 

@@ -28,7 +28,7 @@ from shared.wire.codec import pack
 from shared.wire.keys import JOBS, JobKeys
 from tests.conftest import recipe
 from tests.models.tiny_folders import make_folder as make_tiny
-from tests.models.tiny_pipelines import TINY
+from tests.models.tiny_pipelines import TINY, drawn
 from tests.models.tiny_sd3 import make_folder as make_pipeline
 
 
@@ -308,8 +308,8 @@ def test_every_recipe_composes_and_is_valid(settings: Settings, model_folder: Pa
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     row = {"prompt": "a cat", "answer": "a", "messages": talk, "picture": "a.png", "reference": "a.png", "domain": "cats"}
     path = jsonl(tmp_path / "data.jsonl", *({"question": f"{i}?"} | row for i in range(256)))["params"]["path"]
-    (tmp_path / "a.png").touch()
-    media = name.startswith("diffusion/") or name == "sft/pictures"
+    drawn(8, 8).save(tmp_path / "a.png")
+    media = name.startswith("diffusion/") or name in ("sft/pictures", "sft/painter")
     kind = max((family for family in TINY if name.startswith(f"diffusion/{family}_")), key=len, default="sd3")
     if kind != "sd3":
         folder = make_tiny(tmp_path / "pipeline", kind, 0)

@@ -34,6 +34,17 @@ def pages(api: httpx.Client, job: str, **query: Any) -> list[dict[str, Any]]:  #
             return found
 
 
+def test_pages_of_large_groups_lack_nothing(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
+    """Siblings are in the order of their numbers: 10 comes after 9, wherever a page ends."""
+    job = submit(api, recipe(model_folder, steps=2, rollout__group_size=12, rollout__slice=5))
+    with Simulated(settings, job):
+        until(api, job, "done")
+    whole = [(s["step"], s["id"]) for s in pages(api, job, limit=1000)]
+    assert len(set(whole)) == 2 * 2 * 12
+    for limit in (1, 5, 7):
+        assert [(s["step"], s["id"]) for s in pages(api, job, limit=limit)] == whole
+
+
 def test_every_trained_sample_is_there(api: httpx.Client, settings: Settings, model_folder: Path) -> None:  # noqa: F811
     """Also those of steps whose log was trimmed at once: every step has a checkpoint."""
     job = submit(api, recipe(model_folder, steps=12, train__checkpoint_every=1, logging={"texts": 1}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from shared.models.diffusion.family import Conditions, Family, full_mask
 from shared.models.diffusion.wan import Wan22
 from shared.models.diffusion.z_image import ragged
 from shared.sde import loop
-from shared.sde.sigmas import Policy
+from shared.sde.sigmas import Policy, scheduler_sigmas
 from tests.models.tiny_pipelines import TINY, B, Tiny
 
 STEPS = 4
@@ -44,6 +45,16 @@ def velocity(tiny: Tiny) -> loop.Velocity:
     return call
 
 
+@pytest.mark.parametrize("steps", [1, 4, 10])
+def test_the_schedulers_own_grid_can_be_pinned(tiny: Tiny, steps: int) -> None:
+    """What a pipeline leaves to its scheduler, without diffusers."""
+    if tiny.family.grid(steps) is not None:
+        return
+    shift = tiny.pipe.scheduler.config.shift
+    found = scheduler_sigmas(steps, shift)
+    assert np.allclose(found, tiny.family.sigmas(tiny.pipe, steps, tiny.shape).numpy(), atol=1e-6)
+
+
 def euler(tiny: Tiny, x: Tensor, sigmas: Tensor) -> Tensor:
     with torch.no_grad():
         return loop.sample(velocity(tiny), x, sigmas, "flow", 0.0, (), lambda i: x, x.dtype).final
@@ -59,6 +70,7 @@ def test_every_family_has_a_test() -> None:
     assert TINY.keys() == FAMILIES.keys() == set(specs.names("family"))
     for name in FAMILIES:
         facts, own = specs.find("family", name, "x").flags, family(name)
+        assert facts["unguided"] == own.unguided and facts["own_grid"] == (own.grid(4) is None), name
         told = (facts["pipeline"], facts["cell"], facts["video"], facts["pictured"])
         assert told == (own.pipeline, own.cell, own.video, own.pictured)
     with pytest.raises(ValueError, match=r"family 'sd9': legal are sd3"):

@@ -204,6 +204,9 @@ def test_hps_v3_rates_what_it_holds_at_its_token(tmp_path: Path, older: bool, mo
     assert len({round(score, 4) for score in found}) == 3
     sly = scorer.score([shown(np.asarray(rows()[0].media.data), f"a cat{TOKEN}")])
     assert sly == [pytest.approx(found[0], abs=1e-4)], "a prompt cannot bring its own token"
+    nested = f"{TOKEN[:4]}<|image_pad|>{TOKEN[4:]}"
+    mixed = scorer.score([shown(np.asarray(rows()[0].media.data), f"a cat{nested}"), *rows()[1:]])
+    assert mixed == [pytest.approx(score, abs=1e-4) for score in found], "also not one that appears when another goes"
 
 
 CHAT_OF = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"

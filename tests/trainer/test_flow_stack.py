@@ -20,7 +20,7 @@ from services.trainer.algorithms.flow_dppo import FlowDppo
 from services.trainer.algorithms.flow_grpo import FlowGrpo
 from services.trainer.algorithms.unigrpo import FlowUniGrpo
 from services.trainer.backend import Backend
-from services.trainer.flow_batch import FlowBatch
+from services.trainer.flow_batch import FlowBatch, FlowRow
 from services.trainer.flow_stack import FlowStack
 from services.trainer.forward_stack import ForwardStack
 from services.trainer.world import World
@@ -31,12 +31,14 @@ from shared.models import lora
 from shared.models.diffusion.bundle import DiffusionBundle
 from shared.models.diffusion.family import Conditions, Family
 from shared.models.diffusion.wan import Wan22
+from shared.sde import loop
+from shared.sde.sigmas import static_sigmas
 from shared.types import Sample
 from shared.wire import codec
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import PartHead, SliceHead, TrainSlice
-from tests.models.tiny_pipelines import sd3, wan
-from tests.rollout.test_diffusers_engine import PARAMS, Worded, request
+from tests.models.tiny_pipelines import TINY, sd3, wan
+from tests.rollout.test_diffusers_engine import PARAMS, STEPS, Worded, request
 from tests.trainer import torchrun
 from tests.trainer.test_stack import distance, flat, gradient_of, whole
 
@@ -147,6 +149,54 @@ def test_the_first_ratio_is_exactly_1(algorithm: str, guidance: float) -> None:
     assert result.metrics["ratio_mean"] == 1.0 and result.metrics.get("ratio_max", 1.0) == 1.0
     several = make_stack(algorithm=algorithm, micro_batch_size=3, num_updates_per_batch=2).train_track(batch)
     assert several.updates == 2 and several.metrics["ratio_mean"] != 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", TINY)
+def test_an_anchor_over_the_same_micro_batch_gives_exactly_1(kind: str, dtype: str) -> None:
+    """Of every family, also under autocast with activations that are computed again: before the first update new and old
+    log-probs are the same bits, though the old ones were scored without a gradient, and all steps of a row together."""
+    torch.manual_seed(0)
+    tiny = TINY[kind]()
+    backend = Backend(DiffusionBundle(tiny.family.model(tiny.pipe), tiny.family), World(), dtype, None, recompute=True)
+    section = Train(optimizer=Optimizer(lr=1e-3), num_updates_per_batch=2)
+    stack = FlowStack(backend, tiny.family, ALGORITHMS["flow_grpo"](), section, World(), 10)
+    names, sigmas = ["a:0:0/0", "a:0:0/1"], torch.from_numpy(static_sigmas(STEPS, 3.0))
+    with torch.no_grad():
+        found = loop.sample(
+            lambda x, sigma: tiny.family.predict(backend.model, x, sigma, tiny.cond, tiny.negative, tiny.guidance),
+            loop.initial_noise(7, names, tiny.shape),
+            sigmas,
+            "flow",
+            0.7,
+            (0, 1),
+            lambda i: loop.step_noise(7, i, names, tiny.shape),
+        )
+    params = msgspec.structs.replace(PARAMS, num_inference_steps=STEPS, guidance_scale=tiny.guidance)
+    rows = [
+        FlowRow(
+            latents=found.latents[k],
+            positions=found.positions,
+            sigmas=tuple(sigmas.tolist()),
+            indices=(0, 1),
+            params=params,
+            conditions={n: v[k : k + 1] for n, v in tiny.cond.items()},
+            negative=None if tiny.negative is None else {n: v[k : k + 1] for n, v in tiny.negative.items()},
+            rollout=None,
+        )
+        for k in range(2)
+    ]
+    anchor = stack._anchor(rows)
+    for k in range(2):
+        again = stack._replay(rows, backend.model, [k])
+        assert torch.equal(again.log_probs.detach(), anchor.log_probs[:, [k]]) and again.log_probs.requires_grad
+        assert torch.equal(again.means.detach(), anchor.means[:, [k]])
+
+
+def test_steps_at_once_are_the_steps_one_by_one(slices: list[list[Sample]]) -> None:
+    one = gradient(make_stack(), batch_of(slices))
+    both = gradient(make_stack(steps_at_once=True, micro_batch_size=3), batch_of(slices))
+    assert float((one - both).norm() / one.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "joint"])

@@ -14,7 +14,7 @@ from shared.config.problems import bad
 from shared.http import problem
 from shared.media import as_file
 from shared.wire.bodies import BodyStore, open_bodies
-from shared.wire.errors import BodyLost
+from shared.wire.errors import BodyLost, WireError
 from shared.wire.keys import JobKeys
 
 MOST_STEPS = 2**53
@@ -68,7 +68,7 @@ def samples_router(core: Core) -> APIRouter:
             store = BodyStore(core.client, JobKeys(doc.id), open_bodies(core.settings.bodies, doc.id))
             shown = None if ref is None else shown_of(store.glance(ref))[1].get(id)
             found = None if shown is None else as_file(shown)
-        except BodyLost:
+        except (BodyLost, WireError, ValueError):
             found = None
         return _media(found or Previews(core.settings.previews(doc.id)).find("steps", step, id), f"sample {id!r}")
 

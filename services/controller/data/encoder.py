@@ -33,6 +33,8 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
         if (folder / "tokenizer.json").exists():
             found = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
+            if "</w>" in (folder / "merges.txt").read_text():
+                return None  # CLIP's, which cleans texts by rules of its own
             vocabulary = json.loads((folder / "vocab.json").read_text())
             lines = (folder / "merges.txt").read_text().splitlines()
             merges = [(a, b) for a, _, b in (line.partition(" ") for line in lines if not line.startswith("#version")) if b]

@@ -139,7 +139,7 @@ class TableSource:
     """Rows of an Arrow table: parquet, or a data set saved to disk. Read through memory maps, row by row."""
 
     def __init__(self, params: Columns, files: Sequence[Path], at: str) -> None:
-        self.params, self.at, self.shuffle = params, at, params.shuffle
+        self.params, self.at, self.shuffle, self.folder = params, at, params.shuffle, files[0].parent
         self.fingerprint = fingerprint_of(params, *map(checksum, files))
         try:
             tables = [_table(path) for path in files]
@@ -157,7 +157,7 @@ class TableSource:
 
     def get(self, row: int) -> Record:
         [value] = self.table.slice(row, 1).to_pylist()
-        return record_of(value, self.params, lambda *what: self._bad(row, *what))
+        return record_of(value, self.params, lambda *what: self._bad(row, *what), self.folder)
 
     def _unique(self, name: str) -> None:
         if name not in self.table.column_names:

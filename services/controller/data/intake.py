@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from tokenizers import Tokenizer
 
 from services.controller.data.chat import BadChat, ChatTemplate
@@ -92,6 +93,11 @@ class MediaIntake:
             raise BadPrompt(str(error)) from error
         if not found.is_file():
             raise BadPrompt(f"{field} {path!r}: no such file")
+        try:
+            with Image.open(found) as picture:
+                picture.verify()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise BadPrompt(f"{field} {path!r} is no picture that can be read: {error}") from error
         return str(found)
 
 

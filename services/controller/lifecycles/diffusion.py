@@ -21,7 +21,10 @@ from shared.config import sections, specs
 from shared.config.problems import bad
 from shared.config.sections import Algorithm, Component, MediaModel, Reward, Schedule, Section
 from shared.sde.indices import Window
-from shared.sde.sigmas import policy_of, static_shift, static_sigmas
+from shared.sde.sigmas import policy_of, scheduler_sigmas, static_shift, static_sigmas
+
+LEAST_ETA = 1e-7
+"""Less is no noise: steps that draw would have no density."""
 
 
 class MediaSampling(Section):
@@ -29,9 +32,10 @@ class MediaSampling(Section):
     height: int = Field(..., ge=1)
     width: int = Field(..., ge=1)
     num_frames: int = Field(1, ge=1)
-    guidance_scale: float = 1.0
+    guidance_scale: float | None = Field(None, allow_inf_nan=False)
+    """None: no guidance, which is 1 (of Z-Image 0)."""
     negative_prompt: str = ""
-    eta: float = Field(0.7, ge=0)
+    eta: float = Field(0.7, ge=0, allow_inf_nan=False)
     """How much noise the steps that draw bring in."""
     kernel: Literal["flow", "dance", "cps"] = "flow"
     sde_indices: tuple[int, ...] | None = None
@@ -40,8 +44,12 @@ class MediaSampling(Section):
     """Steps that draw and are trained, other ones from batch to batch (MixGRPO)."""
     shared_noise: bool = False
     """The samples of a prompt begin with the same noise."""
-    shift: Annotated[float, Field(gt=0)] | Literal["checkpoint"] = 3.0
+    shift: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["checkpoint"] = 3.0
     """Static shift of the sigma schedule; checkpoint: that of the model's own scheduler, which may go by the picture's size."""
+
+    sigma_grid: Literal["linear", "scheduler"] = "linear"
+    """What a static shift acts on: evenly spaced times, or the grid of diffusers' own scheduler, which the pipelines of SD3 and
+    Wan leave it to (its ends are shifted twice)."""
 
     @pydantic.model_validator(mode="after")
     def _steps(self) -> MediaSampling:
@@ -75,9 +83,9 @@ class MediaEvaluation(Section):
     height: int | None = Field(None, ge=1)
     width: int | None = Field(None, ge=1)
     num_frames: int | None = Field(None, ge=1)
-    guidance_scale: float | None = None
+    guidance_scale: float | None = Field(None, allow_inf_nan=False)
     negative_prompt: str | None = None
-    shift: Annotated[float, Field(gt=0)] | Literal["checkpoint"] | None = None
+    shift: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["checkpoint"] | None = None
     solver: Literal["euler", "dpm2", "unipc"] = "euler"
 
     def applied(self, training: MediaSampling) -> MediaSampling:
@@ -144,6 +152,15 @@ def media_plan(recipe: DiffusionRecipe, need: Literal["exactly", "at_least"]) ->
     )
 
 
+def unguided(recipe: Any) -> float:
+    """The guidance scale that is none in the recipe's family."""
+    return float(specs.find("family", recipe.model.family, "model.family").flags["unguided"])
+
+
+def _guided(recipe: Any, scale: float | None) -> bool:
+    return scale is not None and scale > unguided(recipe)
+
+
 def check_picture(recipe: Any, folder: Path) -> None:
     """Of pictures to imitate: as check_size."""
     _index(recipe, folder)
@@ -155,9 +172,9 @@ def check_size(recipe: DiffusionRecipe, folder: Path) -> None:
     index = _index(recipe, folder)
     for place, sampling in recipe.made().items():
         _check_cells(recipe, folder, place, sampling)
-        if index.get("is_distilled") and sampling.guidance_scale > 1:
+        if index.get("is_distilled") and _guided(recipe, sampling.guidance_scale):
             why = "this model is distilled: guidance is in it, and another one would spoil it"
-            raise bad(f"{place}.guidance_scale", sampling.guidance_scale, why, "1")
+            raise bad(f"{place}.guidance_scale", sampling.guidance_scale, why, f"{unguided(recipe):g}")
 
 
 def _index(recipe: Any, folder: Path) -> dict[str, Any]:
@@ -184,10 +201,17 @@ def _check_cells(recipe: Any, folder: Path, place: str, size: Any) -> None:
 def sigmas_of(recipe: DiffusionRecipe, folder: Path, sampling: MediaSampling) -> tuple[float, ...]:
     """The schedule that requests pin. BadInput for a checkpoint that names none."""
     kind = recipe.model.family
+    own_grid = sampling.sigma_grid == "scheduler"
+    if own_grid and not specs.find("family", kind, "model.family").flags["own_grid"]:
+        why = f"the pipeline of {kind} gives its scheduler a linear grid"
+        raise bad("rollout.sampling.sigma_grid", sampling.sigma_grid, why, "linear")
+    static = scheduler_sigmas if own_grid else static_sigmas
     if sampling.shift != "checkpoint":
-        return tuple(static_sigmas(sampling.num_inference_steps, sampling.shift).tolist())
+        return tuple(static(sampling.num_inference_steps, sampling.shift).tolist())
     own = static_shift(folder)
     policy = policy_of(folder, own or 1.0)
+    if own_grid and own is not None and not policy.use_dynamic_shifting:
+        return tuple(scheduler_sigmas(sampling.num_inference_steps, own).tolist())
     if own is None and not policy.use_dynamic_shifting:
         raise bad("rollout.sampling.shift", "checkpoint", "the model's scheduler_config.json names no shift", "a number")
     tokens: dict[str, Any] = {"vae_scale_factor": 1, "patch_size": _cell(recipe, folder)}
@@ -243,19 +267,23 @@ def check_media(recipe: DiffusionRecipe) -> None:
     flags = specs.find("algorithm", recipe.algorithm.name, "algorithm.name").flags
     if flags.get("requires_ema_rollout") and recipe.train.ema is None:
         raise bad("train.ema", None, f"{recipe.algorithm.name} samples from a moving average", "such as {decay: 0.5}")
-    if not flags.get("any_sampler") and (sampling.eta == 0 or sampling.sde_indices == ()):
-        field = "eta" if sampling.eta == 0 else "sde_indices"
+    if not flags.get("any_sampler") and (sampling.eta < LEAST_ETA or sampling.sde_indices == ()):
+        field = "eta" if sampling.eta < LEAST_ETA else "sde_indices"
         value = getattr(sampling, field)
         raise bad(f"rollout.sampling.{field}", value, f"{recipe.algorithm.name} learns from steps that draw", "some noise")
-    guided = {d: scale for d, scale in recipe.algorithm.params.get("guidance_scales", {}).items() if scale > 1}
-    if guided and sampling.guidance_scale <= 1:
+    guided = {d: s for d, s in recipe.algorithm.params.get("guidance_scales", {}).items() if _guided(recipe, s)}
+    if guided and not _guided(recipe, sampling.guidance_scale):
         why = "rollouts without guidance carry no negative prompt for a teacher's"
-        raise bad("algorithm.params.guidance_scales", guided, why, "at most 1, or rollout.sampling.guidance_scale above 1")
+        legal = f"at most {unguided(recipe):g}, or rollout.sampling.guidance_scale above it"
+        raise bad("algorithm.params.guidance_scales", guided, why, legal)
     if sampling.kernel == "cps" and _divides_by_std(recipe.algorithm):
         last = sampling.num_inference_steps - 1
         drawing = {i for batch in range(min(recipe.steps, 1000)) for i in _drawing(sampling, batch)}
         if last in drawing:
             why = f"step {last}, the last, draws nothing under cps, so a KL over it is not finite"
             raise bad("rollout.sampling.sde_indices", sorted(drawing), why, f"steps 0 to {last - 1}")
+    if recipe.train.steps_at_once and recipe.model.family.startswith("wan22"):
+        why = "its experts compute on either side of a boundary, so the steps of one forward pass must be one"
+        raise bad("train.steps_at_once", True, why, "false")
     if recipe.train.micro_batch_tokens is not None or recipe.train.replay == "packed":
         raise bad("train.replay", recipe.train.replay, "pictures have no tokens: give train.micro_batch_size", "padded")

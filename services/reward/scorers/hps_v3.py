@@ -67,11 +67,20 @@ class HpsV3Scorer:
             position_ids=places,
         ).last_hidden_state
         rated: Tensor = self.head(held[ids == self.token].float())
+        if len(rated) != len(prompts):
+            raise ValueError(f"{len(rated)} ratings of {len(prompts)} pictures: the instruction's token was lost or doubled")
         return list(map(float, rated[:, 0]))
+
+    def _plain(self, prompt: str) -> str:
+        """Without the tokenizer's own words, also those that appear when others go."""
+        special = {TOKEN, self.processor.image_token, self.processor.video_token, *self.processor.tokenizer.get_added_vocab()}
+        while found := next((token for token in special if token in prompt), None):
+            prompt = prompt.replace(found, "")
+        return prompt
 
     def _asked(self, prompt: str) -> str:
         """As the model's chat template puts it. A prompt cannot bring a second token to be rated."""
-        words = self.instruction.replace("{prompt}", prompt.replace(TOKEN, ""))
+        words = self.instruction.replace("{prompt}", self._plain(prompt))
         content = [{"type": "image"}, {"type": "text", "text": words}]
         messages = [{"role": "user", "content": content}]
         return str(self.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -87,14 +96,13 @@ def _model(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Any, nn.
     known = Qwen2VLConfig(**config)
     known.text_config.vocab_size = held["language_model.embed_tokens.weight"].shape[0]
     at = device()
-    with at:
-        model = Qwen2VLModel(known).to(torch.bfloat16 if at.type == "cuda" else torch.float32)
+    model = Qwen2VLModel._from_config(known, dtype=torch.bfloat16 if at.type == "cuda" else torch.float32)
     model.load_state_dict(held)
     first, second, last = (rating[f"{k}.weight"] for k in (0, 3, 5))
     linear = [nn.Linear(part.shape[1], part.shape[0]) for part in (first, second, last)]
     head = nn.Sequential(linear[0], nn.ReLU(), nn.Dropout(0.0), linear[1], nn.ReLU(), linear[2])
     head.load_state_dict(rating)
-    return model.eval(), head.float().eval().to(at)
+    return model.eval().to(at), head.float().eval().to(at)
 
 
 def _renamed(name: str) -> str:

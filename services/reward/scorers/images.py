@@ -46,7 +46,7 @@ def given(row: RewardRequest) -> list[Image.Image]:
     try:
         with Image.open(row.reference) as file:
             return [file.convert("RGB")]
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"{row.sample_id}: its reference {row.reference} cannot be read: {error}") from error
 
 

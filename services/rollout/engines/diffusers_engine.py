@@ -28,6 +28,8 @@ from shared.types.segments import LatentSegment
 from shared.wire.codec import Buffer
 
 SOLVERS: dict[str, Callable[[Tensor], Solver | None]] = {"euler": lambda sigmas: None, "dpm2": Dpm2, "unipc": UniPC}
+PROBED = (0.97, 0.5)
+"""Sigmas at which weights are asked what they make: both experts of a model that has two."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -63,11 +65,14 @@ class DiffusersEngine(BatchingEngine):
         side = 2 * self.family.cell_of(self.pipe)
         shape = self.family.latent_shape(self.pipe, *(asked.size or (side, side, 1)))
         x = loop.initial_noise(0, [asked.prompt], shape)
-        scale = 1.0 if self.family.guides(1.0) else 0.0
-        found = self.family.predict(
-            self.model, x.to(self._device), torch.full((1,), 0.5, device=self._device), cond, cond, scale
-        )
-        return float(found.double().abs().sum())
+        total = 0.0
+        for sigma in PROBED:
+            at = torch.full((1,), sigma, device=self._device)
+            total += float(self.family.velocity(self.model, x.to(self._device), at, self._placed(cond)).double().abs().sum())
+        return total
+
+    def _placed(self, cond: Conditions) -> Conditions:
+        return self.family.stacked([cond], self._device)
 
     # the engine's thread --------------------------------------------------------------------------------------------------
 
@@ -129,8 +134,10 @@ class DiffusersEngine(BatchingEngine):
             raise ValueError(f"num_frames {params.num_frames}: the family makes images")
         if params.sigmas is None:
             raise ValueError("sigmas: the request must pin them; an engine never makes its own")
-        if any(a <= b for a, b in zip(params.sigmas, params.sigmas[1:], strict=False)):
+        if not all(a > b for a, b in zip(params.sigmas, params.sigmas[1:], strict=False)):
             raise ValueError(f"sigmas {params.sigmas}: must fall from step to step")
+        if not params.sigmas[0] <= 1 or params.sigmas[-1] != 0:
+            raise ValueError(f"sigmas {params.sigmas}: must lie between 1 and 0, and end there")
         if outside := [i for i in params.resolve_sde_indices() if not 0 <= i < params.num_inference_steps]:
             raise ValueError(f"sde_indices {outside}: must be 0 to {params.num_inference_steps - 1}")
         if params.resolve_sde_indices() and params.solver != "euler":

@@ -28,6 +28,8 @@ class Family:
 
     pipeline: ClassVar[str]
     """Name of its class in diffusers."""
+    unguided: ClassVar[float] = 1.0
+    """The guidance scale that is none."""
     cell: ClassVar[int] = 16
     """Height and width in pixels must be multiples of it, in the checkpoints that people have."""
     video: ClassVar[bool] = False
@@ -96,7 +98,7 @@ class Family:
 
     def guides(self, scale: float) -> bool:
         """Whether a guidance scale needs a second forward pass, with the negative prompt."""
-        return scale > 1
+        return scale > self.unguided
 
     def predict(
         self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions, negative: Conditions | None, scale: float
@@ -150,7 +152,7 @@ def opened(path: str, height: int, width: int) -> Image.Image:
     try:
         with Image.open(path) as file:
             return file.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} is no picture that can be read: {error}") from error
 
 

@@ -16,6 +16,7 @@ from shared.models.diffusion.family import Conditions, Family
 class ZImage(Family):
     pipeline = "ZImagePipeline"
 
+    unguided = 0.0
     ragged = ("text",)
 
     def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
@@ -34,9 +35,6 @@ class ZImage(Family):
     def guided(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """Its scale is one less than elsewhere."""
         return cond + scale * (cond - uncond)
-
-    def guides(self, scale: float) -> bool:
-        return scale > 0
 
 
 def ragged(texts: list[Tensor]) -> Conditions:

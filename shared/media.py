@@ -60,6 +60,21 @@ def frames_of(media: Media) -> Pixels:
         raise ValueError(f"the video cannot be decoded: {error}") from error
 
 
+def from_file(mime: str, data: bytes) -> Media:
+    """A picture's pixels, or a video as it is. ValueError for another media type, and for what is none."""
+    if mime == MP4:
+        video = Media(mime=MP4, data=np.frombuffer(data, np.uint8))
+        frames_of(video)
+        return video
+    if not mime.startswith("image/"):
+        raise ValueError(f"media type {mime!r}: legal are image/* and {MP4}")
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            return Media(mime="image/raw", data=np.asarray(picture.convert("RGB")))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"no picture that can be read: {error}") from error
+
+
 def as_file(media: Media) -> tuple[str, bytes]:
     """(media type, file) in full size: PNG, MP4, or for raw frames a moving WebP."""
     if media.mime == MP4 and media.data is not None:

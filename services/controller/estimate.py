@@ -22,10 +22,10 @@ def estimate(job: Job) -> dict[str, Any]:
     """Figures of the derived plan. Tokens are at most; memory leaves out activations."""
     plan, recipe = job.doc.plan, job.recipe
     rows = plan.batch_size * plan.group_size
-    updates = recipe.train.num_updates_per_batch
+    updates, total = recipe.train.num_updates_per_batch, recipe.train.updates(plan.steps)
     found: dict[str, Any] = {
         "updates_per_batch": updates,
-        "total_updates": plan.steps * updates,
+        "total_updates": total,
         "samples_per_step": rows,
         "total_samples": rows * plan.steps,
         "epochs": None if job.train.order.length is None else round(plan.steps * plan.batch_size / job.train.order.length, 3),

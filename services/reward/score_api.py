@@ -27,6 +27,8 @@ from shared.config.sections import Reward, Scorer
 from shared.config.settings import Settings
 from shared.http import problem
 from shared.http.guard import Guard
+from shared.media import from_file
+from shared.types.part import Media
 from shared.types.rewards import Blend, RewardRequest, RewardResponse, blend
 
 log = logging.getLogger(__name__)
@@ -41,17 +43,33 @@ EXAMPLE: Any = {
 }
 
 
+class File(pydantic.BaseModel):
+    """A picture (PNG, JPEG, WebP …) or video (MP4)."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    mime: str
+    base64: pydantic.Base64Bytes
+
+
 class Row(pydantic.BaseModel):
-    """One completion."""
+    """One completion: a text, or what was made in its place."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
     id: str = ""
     prompt: str = ""
-    completion: str
+    completion: str = ""
+    media: File | None = None
     truncated: bool = False
     tokens: int = 0
     metadata: dict[str, Any] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _something(self) -> Row:
+        if self.media is None and "completion" not in self.model_fields_set:
+            raise ValueError("completion: give it, or media")
+        return self
 
 
 class Request(pydantic.BaseModel):
@@ -142,7 +160,10 @@ def score(scorers: Scorers, request: Request, settings: Settings) -> Answer:
         settings.check_urls(section.params, f"reward.scorers.{name}.params")
     if len(request.reward.scorers) > KEPT:
         raise bad("reward.scorers", len(request.reward.scorers), "too many at once", f"at most {KEPT}")
-    rows = [RewardRequest(sample_id=row.id, **row.model_dump(exclude={"id"})) for row in request.rows]
+    rows = [
+        RewardRequest(sample_id=row.id, media=_media(n, row.media), **row.model_dump(exclude={"id", "media"}))
+        for n, row in enumerate(request.rows)
+    ]
     try:
         with scorers.using(request.reward.scorers) as loaded:
             running = {name: scorer.submit(rows) for name, scorer in loaded.items()}
@@ -155,6 +176,15 @@ def score(scorers: Scorers, request: Request, settings: Settings) -> Answer:
     rewards = blend(components, how).tolist()
     found = [_row(index, row.id, rewards[index], said) for index, row in enumerate(request.rows)]
     return Answer(rows=found, seconds=round(time.monotonic() - started, 4))
+
+
+def _media(number: int, file: File | None) -> Media | None:
+    if file is None:
+        return None
+    try:
+        return from_file(file.mime, file.base64)
+    except ValueError as error:
+        raise bad(f"rows.{number}.media", file.mime, str(error), "a picture (image/png …) or video/mp4 in base64") from error
 
 
 def _answer(future: Future[RewardResponse], rows: int, until: float, deadline_s: float) -> RewardResponse:

@@ -65,7 +65,7 @@ def static_sigmas(steps: int, shift: float, terminal: float | None = None) -> Ar
 
 
 def scheduler_sigmas(steps: int, shift: float, timesteps: int = 1000) -> Array:
-    """The grid that diffusers' scheduler makes where its pipeline gives none (SD3, Wan): evenly spaced between shifted ends, and
+    """The grid that diffusers' scheduler makes where its pipeline gives none (SD3, Wan): even between its shifted ends, and
     shifted once more; then 0."""
     if steps < 1:
         raise ValueError(f"steps {steps}: must be at least 1")

@@ -19,8 +19,8 @@ from shared.sde.sigmas import Policy, scheduler_sigmas
 from tests.models.tiny_pipelines import TINY, B, Tiny
 
 STEPS = 4
-FP32, BF16 = 1e-5, 0.05
-"""Largest difference, as a share of the largest value."""
+FP32, BF16, OWN_BF16 = 1e-5, 0.05, 0.08
+"""Largest difference, as a share of the largest value: in float32, of bfloat16 to it, and of bfloat16 to the pipeline's own."""
 
 
 @pytest.fixture(params=TINY)
@@ -95,15 +95,24 @@ def halved(held: Conditions) -> Conditions:
     return {n: v.to(torch.bfloat16) if v.is_floating_point() else v for n, v in held.items()}
 
 
+def half(value: Any) -> Any:
+    if isinstance(value, list):
+        return [half(one) for one in value]
+    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def test_half_precision_stays_near(tiny: Tiny) -> None:
-    """The transformer in bfloat16 against itself in float32, from the same noise."""
+    """The transformer in bfloat16 against itself in float32, from the same noise, and against the pipeline in bfloat16."""
     x = torch.randn(B, *tiny.shape)
     sigmas = tiny.family.sigmas(tiny.pipe, STEPS, tiny.shape)
     wanted = euler(tiny, x, sigmas)
-    tiny.family.model(tiny.pipe).to(torch.bfloat16)
+    tiny.pipe.to(torch.bfloat16)
     tiny.cond = halved(tiny.cond)
     tiny.negative = None if tiny.negative is None else halved(tiny.negative)
-    near(euler(tiny, x.to(torch.bfloat16), sigmas), wanted, BF16)
+    found = euler(tiny, x.to(torch.bfloat16), sigmas)
+    near(found, wanted, BF16)
+    tiny.call = {name: half(value) for name, value in tiny.call.items()}
+    near(tiny.returned(found), tiny.own(STEPS, x.to(torch.bfloat16), "latent"), OWN_BF16)
 
 
 def test_texts_of_different_lengths_meet_in_a_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -17,6 +19,8 @@ from services.reward.score_api import EXAMPLE, KEPT, Scorers, make_app
 from shared.config import tokens
 from shared.config.sections import Scorer
 from shared.config.settings import Settings
+from shared.media import as_file, encoded_video
+from shared.types.part import Media
 
 
 @pytest.fixture
@@ -41,6 +45,22 @@ def test_the_example_of_the_document_works(client: TestClient) -> None:
     answer = client.post("/score", json=EXAMPLE).json()
     assert answer["rows"] == [{"id": "", "reward": 1.0, "components": {"answer": 1.0}, "errors": {}}]
     assert EXAMPLE in client.get("/openapi.json").json()["components"]["schemas"]["Request"]["examples"]
+
+
+def test_pictures_are_scored_for_others_too(client: TestClient) -> None:
+    """As files in base64: the same score as of the pixels; what is no picture is refused by name."""
+    pixels = np.full((8, 8, 3), 51, np.uint8)
+    kinds = {"still": as_file(Media(mime="image/raw", data=pixels))}
+    kinds["moving"] = as_file(encoded_video(np.stack([pixels] * 3), 16, 10))
+    rows = [{"id": n, "media": {"mime": m, "base64": base64.b64encode(d).decode()}} for n, (m, d) in kinds.items()]
+    found = ask(client, {"light": {"name": "brightness"}}, *rows)
+    assert [row["reward"] for row in found] == [pytest.approx(0.2, abs=1e-6), pytest.approx(0.2, abs=0.02)]
+    for media in ({"mime": "image/png", "base64": "AAAA"}, {"mime": "text/plain", "base64": "AAAA"}):
+        body = {"reward": {"scorers": {"light": {"name": "brightness"}}}, "rows": [{"media": media}]}
+        answer = client.post("/score", json=body)
+        assert answer.status_code == 422 and "rows.0.media" in answer.text, answer.text
+    [row] = ask(client, {"light": {"name": "brightness"}}, {"completion": "a text"})
+    assert row["reward"] is None and "no picture" in row["errors"]["light"]
 
 
 def test_components_are_blended_as_in_training(client: TestClient) -> None:
@@ -90,7 +110,7 @@ def test_a_scorer_that_hangs_fails_at_the_deadline_and_the_others_count(client: 
         ({"reward": {"scorers": {"x": {"name": "exact_match", "params": {"strp": 1}}}}}, ["reward.scorers.x.params.strp"]),
         ({"reward": {"scorers": {}}}, ["reward", "at least 1"]),
         ({"rows": []}, ["rows", "at least 1"]),
-        ({"rows": [{"prompt": "x"}]}, ["rows.0.completion", "required"]),
+        ({"rows": [{"prompt": "x"}]}, ["rows.0", "completion: give it, or media"]),
         ({"deadline_s": 0}, ["deadline_s", "greater than 0"]),
         ({"roes": 1}, ["roes"]),
     ],

@@ -193,6 +193,15 @@ def test_an_anchor_over_the_same_micro_batch_gives_exactly_1(kind: str, dtype: s
         assert torch.equal(again.means.detach(), anchor.means[:, [k]])
 
 
+def test_batches_of_pictures_make_one_update_too(slices: list[list[Sample]]) -> None:
+    alone = [gradient(make_stack(), batch_of([some])) for some in slices]
+    stack = make_stack(accumulate_rollouts=2)
+    kept: list[torch.Tensor] = []
+    stack._step = lambda norm: kept.append(torch.cat([p.grad.flatten() for p in stack.parameters]))  # type: ignore
+    assert [stack.train_track(batch_of([some])).updates for some in slices] == [0, 1]
+    assert float((kept[0] - sum(alone) / 2).norm() / kept[0].norm()) < 1e-5
+
+
 def test_steps_at_once_are_the_steps_one_by_one(slices: list[list[Sample]]) -> None:
     one = gradient(make_stack(), batch_of(slices))
     both = gradient(make_stack(steps_at_once=True, micro_batch_size=3), batch_of(slices))

@@ -32,6 +32,7 @@ def diffusers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> 
     model = MediaModel.model_validate(recipe["model"])
     own = family(model.family)
     pipe = load_pipeline(files)
+    own.configure(pipe.config)
     if weights is not None:
         load_version(own.model(pipe), weights)
     if model.lora is not None:

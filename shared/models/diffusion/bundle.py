@@ -62,6 +62,7 @@ def load_trained(folder: Path, family: Family, weights: Path | None = None) -> D
     import diffusers
 
     kind: Any = diffusers.AutoModel
+    family.configure(json.loads((folder / "model_index.json").read_text()))
     parts = {name: kind.from_pretrained(str(folder), subfolder=name, local_files_only=True) for name in family.trained}
     model = family.joined(parts)
     if weights is not None:

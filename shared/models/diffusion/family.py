@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 Conditions = dict[str, Tensor]
@@ -44,6 +44,9 @@ class Family:
 
     ragged: ClassVar[tuple[str, ...]] = ()
     """Conditions [rows, tokens, …] that a mask or a length covers: where texts of different lengths meet, zeros fill up."""
+
+    def configure(self, index: Mapping[str, Any]) -> None:
+        """Takes what a folder's model_index.json says of the pipeline beside its parts."""
 
     def stacked(self, conditions: Sequence[Conditions], device: torch.device) -> Conditions:
         """Rows under each other. ValueError for texts of different lengths in a family that would attend to the padding."""
@@ -151,7 +154,8 @@ def opened(path: str, height: int, width: int) -> Image.Image:
     """A picture in a file, brought to this size. ValueError for a file that is none."""
     try:
         with Image.open(path) as file:
-            return file.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+            upright = ImageOps.exif_transpose(file)
+            return upright.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} is no picture that can be read: {error}") from error
 

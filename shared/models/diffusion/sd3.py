@@ -10,13 +10,18 @@ from torch import Tensor
 
 from shared.models.diffusion.family import Conditions, Family
 
+CLIP_TOKENS = 77
+"""Which the tokenizers of all published checkpoints have."""
+
 
 class SD3(Family):
     pipeline = "StableDiffusion3Pipeline"
 
     def encode(self, pipe: Any, prompts: list[str], pictures: Sequence[Image.Image] = (), frames: int = 1) -> Conditions:
-        """Where the pipeline has no T5, one zero token stands for its text, not as many as the longest would have."""
-        longest = {} if pipe.text_encoder_3 is not None else {"max_sequence_length": 1}
+        """Where a small pipeline (the demo's) has no T5, one zero token stands for its text; otherwise as many as diffusers'
+        own pipeline puts there, which are attended."""
+        toy = pipe.text_encoder_3 is None and pipe.tokenizer_max_length < CLIP_TOKENS
+        longest = {"max_sequence_length": 1} if toy else {}
         text, _, pooled, _ = pipe.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, **longest)
         return {"text": text, "pooled": pooled}
 

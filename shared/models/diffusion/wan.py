@@ -53,8 +53,11 @@ class Wan22(Wan21):
     trained = ("transformer", "transformer_2")
 
     def __init__(self, boundary: float = 0.875) -> None:
-        """`boundary`: the sigma from which on the expert for high noise computes."""
+        """`boundary`: the sigma from which on the expert for high noise computes, where the folder says nothing else."""
         self.boundary = boundary
+
+    def configure(self, index: Mapping[str, Any]) -> None:
+        self.boundary = float(index.get("boundary_ratio") or self.boundary)
 
     def joined(self, parts: Mapping[str, Any]) -> Any:
         return Experts({"high": parts["transformer"], "low": parts["transformer_2"]})

@@ -53,6 +53,7 @@ bench: setup .venv-bench/.installed
 	$(BIN)/python -m benchmarks.mesh
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.diffusion
+	$(BIN)/python -m benchmarks.async_
 
 # the services' images
 wheelhouse: setup

@@ -53,6 +53,10 @@ class Instant:
             out.append(future)
         return out
 
+    def made_by(self, work: Work) -> int:
+        """The version that fills it."""
+        return work.envelope.needs["policy"].version
+
     def span(self) -> Span:
         return Span(self.stage, "simulated", time.time() - self.delay, self.delay)
 
@@ -67,7 +71,7 @@ class Instant:
             lengths=np.full(rows, 3, np.int32),
             log_probs=np.zeros(3 * rows, np.float32),
         )
-        version = np.full(rows, work.envelope.needs["policy"].version, np.int64)
+        version = np.full(rows, self.made_by(work), np.int64)
         sample = sample.fill(
             segment,
             primitives={"text": (Text(self.text),) * rows},
@@ -91,6 +95,8 @@ class Simulated:
     ) -> None:
         """`text`: of every completion; a long one makes bodies that lie on the disk."""
         self.settings, self.job, self.keys = settings, job, JobKeys(job)
+        self.train_s = 0.0
+        """Seconds that a batch takes."""
         self.stopping = threading.Event()
         document = codec.unpack(self.connect().get(self.keys.doc), dict)
         scorers = [f"reward.{name}" for name in scorers_of(document["recipe"])]
@@ -138,6 +144,7 @@ class Simulated:
         if entry.kind == "train":
             with link.timed("train"):
                 link.bodies(entry)
+                time.sleep(self.train_s)
             versions = {"policy": versions["policy"] + 1}
             updates, metrics = {"policy": 1}, {"loss": 0.5}
             link.report(

@@ -14,7 +14,7 @@ from tests.models.tiny_folders import make_folder
 from tests.models.tiny_pipelines import TINY, drawn
 from tests.models.tiny_sd3 import make_folder as make_sd3
 
-RECIPES = [name for name in listed() if name.startswith("diffusion/") and name != "diffusion/demo"]
+RECIPES = [name for name in listed() if name.startswith("diffusion/") and not name.startswith("diffusion/demo")]
 ELSEWHERE = {name for name in RECIPES if name.startswith("diffusion/sd3_")}
 ELSEWHERE |= {f"diffusion/{family}_flow_grpo" for family in ("wan21", "wan22", "z_image")}
 """test_diffusion.py trains these families by these algorithms, with their kernels and windows."""

@@ -1,7 +1,7 @@
 """Rollouts that run ahead: what overlap saves, what it costs, how workers add up. `python -m benchmarks.async_ [--quick]`.
 
 A real controller, a real Redis and the services' own loops; engines, scorers and the trainer only wait, so that the ratios
-belong to the orchestration. Latencies of groups are log-normal, median to longest of a batch about 1 : 8; they are the prompts' own.
+belong to the orchestration. Latencies are log-normal, median to longest of a batch about 1 : 8, and the prompts' own.
 """
 
 from __future__ import annotations

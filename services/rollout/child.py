@@ -63,7 +63,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     store = BodyStore(client, keys, open_bodies(settings.bodies, job))
     weight_store = WeightStore(settings.weights(job), track)
     prefetch = Prefetch(lambda: connect(settings.redis_url), keys, weight_store, engine.load, agent)
-    groups = doc["recipe"]["schedule"]["per_worker_inflight"]
+    groups = doc["recipe"]["schedule"].get("per_worker_inflight")
     most = None if groups is None else groups * -(-section["group_size"] // (section["slice"] or section["group_size"]))
     handler = RolloutHandler(engine, weight_store, prefetch, store, track, agent, section["deadline_s"], most)
     lease = settings.lease_s

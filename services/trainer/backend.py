@@ -154,6 +154,11 @@ def _owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 def _prepared(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's state before its first step is there, and counts no step: torch makes it by one that moves nothing."""
     if not optimizer.state:
+        held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        for parameter, _ in held:
+            parameter.grad = None  # torch takes a gradient as a sign that the state is there
         get_optimizer_state_dict(model, optimizer)
+        for parameter, gradient in held:
+            parameter.grad = gradient
         for fields in optimizer.state.values():
             fields["step"].zero_()

@@ -166,7 +166,7 @@ class Stack:
         with torch.no_grad():
             settings = checkpoint.load(folder, tensors, self.world)
         torch.set_rng_state(tensors["rng"])
-        self.seen, self.gathered = settings["window"]
+        self.seen, self.gathered = settings.get("window", (0, 0))
         for group, saved in zip(self.optimizer.param_groups, settings["groups"], strict=True):
             group |= {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
 

@@ -455,6 +455,26 @@ def test_a_cohort_is_of_one_version_also_what_is_issued_again() -> None:
     assert len(world.log) == 0, "a later cohort does not go first"
 
 
+def test_a_deadline_makes_no_prompt_bad() -> None:
+    """Where no worker comes, nothing dies."""
+    world = started(group_deadline=5.0, batch_size=1, max_inflight=1, max_reissues=2)
+    for _ in range(100):
+        world.send()
+    assert world.state.root.dead == 0 and set(world.flights) == {"s:0:0#2"}
+
+
+def test_a_cohort_that_became_too_old_is_issued_for_a_newer_version() -> None:
+    world = started(mixing=False, max_staleness=1, batch_size=2, max_inflight=4, need="at_least", steps=9)
+    world.state = State(
+        msgspec.structs.replace(world.state.root, current={"policy": 5}, published={"policy": 5}), world.state.groups
+    )
+    first = next(g for g in world.flights.values() if g.cohort == 0)
+    world.send(world.completed(first))
+    assert world.state.root.dropped == {"stale": 2} and world.state.root.dead == 0
+    again = [g for g in world.flights.values() if g.cohort == 0]
+    assert {g.issue for g in again} == {1} and {g.needs["policy"] for g in again} == {Need("exactly", 5)}
+
+
 def test_nothing_is_dropped_where_the_trainer_waits() -> None:
     world = started(waits_for_old=True, max_staleness=1, batch_size=2, max_inflight=4, need="at_least", steps=9)
     slow = world.flights["s:0:0#0"]

@@ -301,11 +301,11 @@ def test_batches_of_a_window_make_one_update(model_folder: Path) -> None:
         make_stack(model_folder, accumulate_rollouts=2, num_updates_per_batch=2)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path, window: int) -> None:
-    """Also in the middle of a window, whose gradients are in it."""
+@pytest.mark.parametrize(("window", "before"), [(1, 3), (2, 3), (2, 1)])
+def test_a_checkpoint_goes_on_to_the_bit(model_folder: Path, tmp_path: Path, window: int, before: int) -> None:
+    """Also in the middle of a window, whose gradients are in it, and of the first one: the optimizer has made no step."""
     stack = make_stack(model_folder, accumulate_rollouts=window)
-    for seed in range(3):
+    for seed in range(before):
         stack.train_track(make_batch(seed=seed))
     position = Position(1, 6, "n.6", {"policy": stack.progress.version}, 3, (b"\x00word",))
     saver = Saver(tmp_path, stack.world)

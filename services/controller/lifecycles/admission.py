@@ -59,7 +59,7 @@ def surplus(plan: Plan, root: Root, groups: Mapping[str, Group]) -> list[Group]:
         return []
     open_groups = [g for g in groups.values() if g.kind == "train"]
     left = plan.steps - root.batches - 1
-    excess = len(open_groups) - min(plan.max_staleness, left) * plan.batch_size
+    excess = len(open_groups) - math.ceil(min(plan.max_staleness, left) * plan.batch_size * plan.oversample)
     flights = sorted((g for g in open_groups if g.slices is None), key=lambda g: (g.issued_at, g.draw))
     rest = sorted((g for g in open_groups if g.slices is not None), key=lambda g: -g.order)
     return [*flights, *rest][: max(0, excess)]

@@ -40,11 +40,18 @@ def drop_old(step: Transition) -> None:
     if not plan.route:
         return
     for group in [g for g in step.groups.values() if g.kind == "train"]:
-        if group.slices is None:
-            if limit is not None and step.now - group.issued_at > limit:
+        if group.gid not in step.groups:
+            continue  # it went with its cohort
+        if group.slices is None:  # its last issue has all the time it wants: slowness makes no prompt bad
+            if limit is not None and step.now - group.issued_at > limit and group.issue < plan.max_reissues:
                 step.drop(group, "deadline")
         elif plan.max_staleness and not admission.fresh(plan, step.root, group):
-            step.drop(group, "stale")
+            if group.cohort is not None and group.cohort in step.root.cohorts:  # what takes its place is of a newer version
+                step.set(cohorts={k: v for k, v in step.root.cohorts.items() if k != group.cohort})
+                for other in [g for g in step.groups.values() if g.cohort == group.cohort and g.gid != group.gid]:
+                    step.drop(other, "stale")
+            if group.gid in step.groups:
+                step.drop(group, "stale")
 
 
 def demand(step: Transition) -> tuple[int | None, dict[str, Need]]:

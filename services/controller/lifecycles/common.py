@@ -66,6 +66,7 @@ def rolled_out(
 ) -> Plan:
     """The plan of a domain that rolls out."""
     check_placement(recipe)
+    check_window(recipe)
     return Plan(
         domain=recipe.domain,
         steps=recipe.steps,
@@ -146,6 +147,14 @@ def check_optimizer(recipe: Recipe) -> None:
         optimizer.check_total(total)
     except ValueError as error:
         raise bad("train.optimizer.warmup_steps", optimizer.warmup_steps, str(error), f"0 to {total - 1}") from error
+
+
+def check_window(recipe: Any) -> None:
+    """BadInput for a publish that would be due where no version has moved."""
+    window, interval = recipe.train.accumulate_rollouts, recipe.schedule.weight_sync_interval
+    if window > 1 and interval > 1:
+        why = f"one update is made of {window} batches (train.accumulate_rollouts), and each is published"
+        raise bad("schedule.weight_sync_interval", interval, why, "1")
 
 
 def check_updates(recipe: Recipe, rows: int) -> None:

@@ -384,4 +384,4 @@ class Transition:
 
 def missing(plan: Plan, state: State) -> int:
     """How many groups the next batch lacks."""
-    return plan.batch_size - len(choosing.complete(state.groups))
+    return plan.batch_size - sum(g.cohort in (None, state.root.formed) for g in choosing.complete(state.groups))

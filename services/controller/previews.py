@@ -60,5 +60,4 @@ class Previews:
 
 def media_of(part: Part) -> dict[str, Media]:
     """Sample id → its picture or video, of a Part that has them."""
-    column = part.primitives.get("image") or part.primitives.get("video") or ()
-    return {name: one for name, one in zip(part.sample_ids, column, strict=False) if isinstance(one, Media)}
+    return {name: one for name, one in zip(part.sample_ids, part.media, strict=True) if one is not None}

@@ -12,7 +12,7 @@ from services.reward.isolated import IsolatedScorer
 from services.reward.scorers import isolated, load
 from services.reward.verdict import verdict
 from shared.config.sections import Scorer as ScorerSection
-from shared.types.part import Media, Part
+from shared.types.part import Part
 from shared.types.rewards import RewardRequest, RewardResponse
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
@@ -107,14 +107,6 @@ def _hand_over(held: list[tuple[Future[Result], ScoreHead | Exception]]) -> None
     held.clear()
 
 
-def _media(part: Part, row: int) -> Media | None:
-    for kind in ("image", "video"):
-        if (column := part.primitives.get(kind)) is not None:
-            found = column[row]
-            return found if isinstance(found, Media) else None
-    return None
-
-
 def asker(section: ScorerSection) -> tuple[Callable[[list[RewardRequest]], RewardResponse], Callable[[], None]]:
     """(ask, close) of a scorer, in a process of its own if it has to be."""
     if isolated(section.name):
@@ -145,7 +137,7 @@ def requests(sample: Sample) -> list[RewardRequest]:
                 truncated=status[row] == "truncated",
                 tokens=int(lengths[row]),
                 metadata=prompt.metadata[top] if prompt.metadata else {},
-                media=_media(frontier, row),
+                media=frontier.media[row],
                 reference=prompt.references[top],
             )
         )

@@ -94,6 +94,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
         return tuple(entry.value if isinstance(entry, Text) else "" for entry in found)
 
     @property
+    def media(self) -> tuple[Media | None, ...]:
+        """The picture or video of each row."""
+        held = self.primitives.get("image") or self.primitives.get("video") or ()
+        return tuple(one if isinstance(one, Media) else None for one in held) or (None,) * len(self)
+
+    @property
     def references(self) -> tuple[str, ...]:
         """Paths of the pictures that the rows are about; empty texts where there are none."""
         held = self.primitives.get("image", ())

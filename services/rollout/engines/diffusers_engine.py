@@ -65,14 +65,11 @@ class DiffusersEngine(BatchingEngine):
         side = 2 * self.family.cell_of(self.pipe)
         shape = self.family.latent_shape(self.pipe, *(asked.size or (side, side, 1)))
         x = loop.initial_noise(0, [asked.prompt], shape)
-        total = 0.0
+        x, cond, total = x.to(self._device), self.family.stacked([cond], self._device), 0.0
         for sigma in PROBED:
             at = torch.full((1,), sigma, device=self._device)
-            total += float(self.family.velocity(self.model, x.to(self._device), at, self._placed(cond)).double().abs().sum())
+            total += float(self.family.velocity(self.model, x, at, cond).double().abs().sum())
         return total
-
-    def _placed(self, cond: Conditions) -> Conditions:
-        return self.family.stacked([cond], self._device)
 
     # the engine's thread --------------------------------------------------------------------------------------------------
 

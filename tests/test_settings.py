@@ -40,7 +40,7 @@ def test_empty_means_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scorers_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNIMESH_SCORERS", "")
-    on_devices = {"aesthetic", "clip_score", "hps_v2", "pick_score"}
+    on_devices = {"aesthetic", "clip_score", "hps_v2", "hps_v3", "image_reward", "pick_score"}
     assert list(served()) == [name for name in specs.names("scorer") if name not in on_devices] and devices(served()) == 0
     monkeypatch.setenv("UNIMESH_SCORERS", "length, regex")
     assert served() == ("length", "regex")

@@ -152,8 +152,8 @@ class Link:
         if (server := self._server()) != self.run_id:
             self.run_id = server
             self._send([packed for _, packed in list(self.recent)])
-        if self.seq == 0:
-            return None
+        if not self.entry_id:
+            return None  # nothing of this log has been applied
         found = self.client.xrange(self.keys.log, f"{self.seq}-0", f"{self.seq}-0")
         if found:
             entry = unpack(found[0][1][b"e"], LogEntry)

@@ -98,20 +98,24 @@ def test_every_tracker_gets_every_series(
     ]
     assert [r["train/step"] for r in logged if "train/step" in r] == [1, 2, 3, 4]
 
-    import sqlite3
-
-    with sqlite3.connect(settings.state / "tracking" / "trackio" / "p.db") as base:
-        kept = [(step, json.loads(m)) for step, m in base.execute("SELECT step, metrics FROM metrics ORDER BY id")]
-    assert [step for step, m in kept if "train/reward" in m] == [1, 2, 3, 4]
-
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{settings.state / 'tracking' / 'mlflow' / 'mlflow.db'}")
     number = client.get_experiment_by_name("unimesh")
     assert number is not None
     [run] = client.search_runs([number.experiment_id])
+    while run.info.status != "FINISHED":  # the last one that is closed: the others' files are whole then
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        run = client.get_run(run.info.run_id)
     assert [m.step for m in client.get_metric_history(run.info.run_id, "train/reward")] == [1, 2, 3, 4]
-    assert run.data.params["rollout.group_size"] == "2" and run.info.status == "FINISHED"
+    assert run.data.params["rollout.group_size"] == "2"
+
+    import sqlite3
+
+    with sqlite3.connect(settings.state / "tracking" / "trackio" / "p.db") as base:
+        kept = [(step, json.loads(m)) for step, m in base.execute("SELECT step, metrics FROM metrics ORDER BY id")]
+    assert [step for step, m in kept if "train/reward" in m] == [1, 2, 3, 4]
 
 
 def until_finished(folder: Path) -> None:

@@ -53,7 +53,7 @@ class Backend:
         placement = placement or Placement(trainer_ranks=world.size)
         self.sharded = world.size > 1 or placement.cpu_offload
         self.defer = defer and not placement.cpu_offload  # whole gradients would stay on the device
-        if not placement.cpu_offload:
+        if not self.sharded:  # FSDP places group by group: a device holds no more than one of them whole
             placed(bundle)
         blocks = [m for m in self.model.modules() if type(m).__name__ in set(self.model._no_split_modules or ())]
         if recompute:

@@ -56,7 +56,7 @@ class FlowRow:
     def schedule(self) -> tuple[Any, ...]:
         """What rows of one forward pass must share."""
         p = self.params
-        return self.positions, self.sigmas, self.indices, p.kernel, p.eta, p.guidance_scale, tuple(self.latents.shape)
+        return self.positions, self.sigmas, self.indices, p.kernel, p.eta, p.guidance_scales, tuple(self.latents.shape)
 
 
 class FlowBatch(Batch):

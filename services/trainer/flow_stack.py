@@ -218,14 +218,14 @@ class FlowStack(Stack):
     def _velocity(self, rows: Sequence[FlowRow], model: Any, scale: float | None = None) -> loop.Velocity:
         """Of the model for these rows' conditions; `scale`: another guidance than that of the rollout."""
         first, device = rows[0], where()
-        guidance = first.params.guidance_scale if scale is None else scale
+        scales = first.params.guidance_scales if scale is None else (scale, None)
         cond = self.family.stacked([row.conditions for row in rows], device)
         negative = None if first.negative is None else self.family.stacked([row.negative or {} for row in rows], device)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             """Of the rows, or of all of them again and again (steps that are scored at once)."""
             own, against = _again(cond, len(x) // len(rows)), negative and _again(negative, len(x) // len(rows))
-            return self.family.predict(model, x.float(), sigma, own, against, guidance)
+            return self.family.predict(model, x.float(), sigma, own, against, *scales)
 
         return velocity
 

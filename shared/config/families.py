@@ -38,6 +38,7 @@ def _family(
         "pipeline": f"{pipeline}Pipeline",
         "cell": CELL,
         "video": video,
+        "experts": 2 if name.startswith("wan22") else 1,
         "pictured": pictured,
         "text": text,
     }

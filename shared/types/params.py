@@ -40,6 +40,8 @@ class DiffusionSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     width: int
     num_frames: int = 1
     guidance_scale: float = 1.0
+    guidance_scale_2: float | None = None
+    """Of the second expert, where a family has two; None: the same."""
     eta: float = 0.7
     sigmas: tuple[float, ...] | None = None
     """`num_inference_steps + 1` values, descending; None only before the controller has pinned them."""
@@ -63,6 +65,10 @@ class DiffusionSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             raise ValueError(f"num_inference_steps {self.num_inference_steps}: must be at least 1")
         if self.sigmas is not None and len(self.sigmas) != self.num_inference_steps + 1:
             raise ValueError(f"sigmas: {len(self.sigmas)} values, must be {self.num_inference_steps + 1}")
+
+    @property
+    def guidance_scales(self) -> tuple[float, float | None]:
+        return self.guidance_scale, self.guidance_scale_2
 
     def resolve_sde_indices(self) -> tuple[int, ...]:
         """The stochastic steps: the pinned list in its order, else every step."""

@@ -320,6 +320,7 @@ def test_what_a_run_makes_belongs_to_its_recipe(mesh: Mesh, pictures: Path) -> N
     [
         ({"rollout__sampling__height": 18}, ["rollout.sampling.height", "18", "multiple of 4", "16"]),
         ({"rollout__sampling__num_frames": 5}, ["num_frames", "makes images"]),
+        ({"rollout__sampling__guidance_scale_2": 3.0}, ["guidance_scale_2", "sd3 has no second expert"]),
         ({"rollout__sampling__sde_indices": [4]}, ["sde_indices", "[4]", "0 to 3"]),
         ({"rollout__sampling__eta": 0}, ["rollout.sampling.eta", "learns from steps that draw"]),
         ({"rollout__sampling__sde_indices": []}, ["rollout.sampling.sde_indices", "learns from steps that draw"]),

@@ -76,3 +76,4 @@ def test_a_recipe_runs(mesh: Mesh, folders: dict[str, Path], model_folder: Path,
         assert step["updates"] >= 1 and step["grad_norm"] > 0, step
         if "ratio_mean" in step and step["updates"] == 1:
             assert step["ratio_mean"] == 1.0
+            assert step["rollout_gap_max"] <= 1e-4, "the engine scored what it drew as the trainer does"

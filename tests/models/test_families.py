@@ -40,7 +40,7 @@ def velocity(tiny: Tiny) -> loop.Velocity:
 
     def call(x: Tensor, sigma: Tensor) -> Tensor:
         cond, negative = of(tiny.cond, len(x)), of(tiny.negative, len(x))
-        return tiny.family.predict(model, x, sigma, cond, negative, tiny.guidance)
+        return tiny.family.predict(model, x, sigma, cond, negative, *tiny.scales)
 
     return call
 

@@ -32,7 +32,7 @@ def test_a_text_becomes_the_pipelines_own_latents(name: str, tmp_path: Path) -> 
     pictures = [drawn(height, width)] if own.pictured else []
     shape = own.latent_shape(pipe, height, width, frames)
     x = torch.randn(1, *shape)
-    call: dict[str, Any] = {n: v for n, v in tiny.call.items() if n in ("guidance_scale", "true_cfg_scale")}
+    call: dict[str, Any] = {n: v for n, v in tiny.call.items() if n in ("guidance_scale", "guidance_scale_2", "true_cfg_scale")}
     call |= {"num_frames": frames} if own.video else {}
     call |= {} if name in NO_NEGATIVE else {"negative_prompt": [negative]}
     call |= {"image": pictures[0]} if pictures else {}
@@ -43,10 +43,10 @@ def test_a_text_becomes_the_pipelines_own_latents(name: str, tmp_path: Path) -> 
         made = pipe(prompt=list(prompts), latents=tiny.packed(x.clone()), **how, **call)
     with torch.no_grad():
         cond = own.encode(pipe, list(prompts), pictures, frames)
-        against = own.encode(pipe, [negative], pictures, frames) if own.guides(tiny.guidance) else None
+        against = own.encode(pipe, [negative], pictures, frames) if own.guides(*tiny.scales) else None
         model, sigmas = own.model(pipe), own.sigmas(pipe, STEPS, shape)
         found = loop.sample(
-            lambda a, s: own.predict(model, a, s, cond, against, tiny.guidance), x, sigmas, "flow", 0.0, (), lambda i: x
+            lambda a, s: own.predict(model, a, s, cond, against, *tiny.scales), x, sigmas, "flow", 0.0, (), lambda i: x
         ).final
     if name == "flux2_klein":  # it returns what its VAE decodes
         norm = pipe.vae.bn

@@ -48,6 +48,11 @@ class Tiny:
     """The pipeline decodes single samples alone."""
 
     @property
+    def scales(self) -> tuple[float, float | None]:
+        """Of guidance; the second one is of the second expert."""
+        return self.guidance, self.call.get("guidance_scale_2")
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.family.latent_shape(self.pipe, *self.size)
 
@@ -296,6 +301,8 @@ def wan(name: str) -> Tiny:
     pipe = kind(tokenizer=None, text_encoder=None, vae=filled(vae), scheduler=scheduler, transformer=expert(1), **both)
     cond, negative = {"text": rand(B, 7, 32)}, {"text": rand(B, 7, 32)}
     call = {"prompt_embeds": cond["text"], "negative_prompt_embeds": negative["text"], "guidance_scale": 4.0}
+    if both:
+        call["guidance_scale_2"] = 2.5
     if isinstance(own, Wan21I2V):
         if sees:
             pipe.register_modules(image_encoder=clip_eyes(), image_processor=CLIPImageProcessorPil(size=8, crop_size=8))

@@ -164,7 +164,7 @@ def test_an_anchor_over_the_same_micro_batch_gives_exactly_1(kind: str, dtype: s
     names, sigmas = ["a:0:0/0", "a:0:0/1"], torch.from_numpy(static_sigmas(STEPS, 3.0))
     with torch.no_grad():
         found = loop.sample(
-            lambda x, sigma: tiny.family.predict(backend.model, x, sigma, tiny.cond, tiny.negative, tiny.guidance),
+            lambda x, sigma: tiny.family.predict(backend.model, x, sigma, tiny.cond, tiny.negative, *tiny.scales),
             loop.initial_noise(7, names, tiny.shape),
             sigmas,
             "flow",

@@ -34,6 +34,8 @@ class MediaSampling(Section):
     num_frames: int = Field(1, ge=1)
     guidance_scale: float | None = Field(None, allow_inf_nan=False)
     """None: no guidance, which is 1 (of Z-Image 0)."""
+    guidance_scale_2: float | None = Field(None, allow_inf_nan=False)
+    """Of the second expert, where a family has two; None: the same."""
     negative_prompt: str = ""
     eta: float = Field(0.7, ge=0, allow_inf_nan=False)
     """How much noise the steps that draw bring in."""
@@ -84,6 +86,7 @@ class MediaEvaluation(Section):
     width: int | None = Field(None, ge=1)
     num_frames: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, allow_inf_nan=False)
+    guidance_scale_2: float | None = Field(None, allow_inf_nan=False)
     negative_prompt: str | None = None
     shift: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["checkpoint"] | None = None
     solver: Literal["euler", "dpm2", "unipc"] = "euler"
@@ -264,6 +267,9 @@ def check_media(recipe: DiffusionRecipe) -> None:
             raise bad(f"{place}.num_frames", frames, f"{recipe.model.family} makes images", "1")
         if facts["video"] and frames % 4 != 1:
             raise bad(f"{place}.num_frames", frames, "must be 4 k + 1", str(frames // 4 * 4 + 1))
+        if made.guidance_scale_2 is not None and facts["experts"] < 2:
+            why = f"{recipe.model.family} has no second expert"
+            raise bad(f"{place}.guidance_scale_2", made.guidance_scale_2, why, "none; guidance_scale is for all steps")
     flags = specs.find("algorithm", recipe.algorithm.name, "algorithm.name").flags
     if flags.get("requires_ema_rollout") and recipe.train.ema is None:
         raise bad("train.ema", None, f"{recipe.algorithm.name} samples from a moving average", "such as {decay: 0.5}")
@@ -272,7 +278,7 @@ def check_media(recipe: DiffusionRecipe) -> None:
         value = getattr(sampling, field)
         raise bad(f"rollout.sampling.{field}", value, f"{recipe.algorithm.name} learns from steps that draw", "some noise")
     guided = {d: s for d, s in recipe.algorithm.params.get("guidance_scales", {}).items() if _guided(recipe, s)}
-    if guided and not _guided(recipe, sampling.guidance_scale):
+    if guided and not (_guided(recipe, sampling.guidance_scale) or _guided(recipe, sampling.guidance_scale_2)):
         why = "rollouts without guidance carry no negative prompt for a teacher's"
         legal = f"at most {unguided(recipe):g}, or rollout.sampling.guidance_scale above it"
         raise bad("algorithm.params.guidance_scales", guided, why, legal)
@@ -282,7 +288,7 @@ def check_media(recipe: DiffusionRecipe) -> None:
         if last in drawing:
             why = f"step {last}, the last, draws nothing under cps, so a KL over it is not finite"
             raise bad("rollout.sampling.sde_indices", sorted(drawing), why, f"steps 0 to {last - 1}")
-    if recipe.train.steps_at_once and recipe.model.family.startswith("wan22"):
+    if recipe.train.steps_at_once and facts["experts"] > 1:
         why = "its experts compute on either side of a boundary, so the steps of one forward pass must be one"
         raise bad("train.steps_at_once", True, why, "false")
     if recipe.train.micro_batch_tokens is not None or recipe.train.replay == "packed":

@@ -169,7 +169,8 @@ class DiffusersEngine(BatchingEngine):
 
     def _against(self, asked: Asked, params: DiffusionSamplingParams) -> list[Asked]:
         """The negative prompt, where guidance needs one."""
-        return [asked._replace(prompt=params.negative_prompt)] if self.family.guides(params.guidance_scale) else []
+        guides = self.family.guides(*params.guidance_scales)
+        return [asked._replace(prompt=params.negative_prompt)] if guides else []
 
     def _negative(
         self, some: Sequence[Asked], params: DiffusionSamplingParams, encoded: Encoded, at: torch.device
@@ -192,7 +193,7 @@ class DiffusersEngine(BatchingEngine):
         negative = self._negative(asked, params, encoded, device) or None
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
-            return self.family.predict(self.model, x.float(), sigma, cond, negative, params.guidance_scale)
+            return self.family.predict(self.model, x.float(), sigma, cond, negative, *params.guidance_scales)
 
         def tick() -> None:
             self.progress = time.monotonic()

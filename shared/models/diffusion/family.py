@@ -99,15 +99,26 @@ class Family:
         """Classifier-free guidance of two velocities."""
         return uncond + scale * (cond - uncond)
 
-    def guides(self, scale: float) -> bool:
-        """Whether a guidance scale needs a second forward pass, with the negative prompt."""
-        return scale > self.unguided
+    def guides(self, scale: float, second: float | None = None) -> bool:
+        """Whether a guidance scale needs a second forward pass, with the negative prompt, at some step."""
+        return max(scale, scale if second is None else second) > self.unguided
+
+    def scale_at(self, sigma: Tensor, scale: float, second: float | None) -> float:
+        """The guidance scale of a step; `second`: of the second expert, in families that have two."""
+        return scale
 
     def predict(
-        self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions, negative: Conditions | None, scale: float
+        self,
+        model: Any,
+        x: Tensor,
+        sigma: Tensor,
+        cond: Conditions,
+        negative: Conditions | None,
+        scale: float,
+        second: float | None = None,
     ) -> Tensor:
         """The velocity that is sampled and trained, guidance included. ValueError if guidance lacks the negative conditions."""
-        velocity = self.velocity(model, x, sigma, cond)
+        velocity, scale = self.velocity(model, x, sigma, cond), self.scale_at(sigma, scale, second)
         if not self.guides(scale):
             return velocity
         if negative is None:

@@ -35,11 +35,18 @@ class HunyuanVideo(Family):
         )[0]
         return found
 
-    def guides(self, scale: float) -> bool:
+    def guides(self, scale: float, second: float | None = None) -> bool:
         return False
 
     def predict(
-        self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions, negative: Conditions | None, scale: float
+        self,
+        model: Any,
+        x: Tensor,
+        sigma: Tensor,
+        cond: Conditions,
+        negative: Conditions | None,
+        scale: float,
+        second: float | None = None,
     ) -> Tensor:
         return self.velocity(model, x, sigma, cond | {"guidance": torch.full_like(sigma, scale)})
 

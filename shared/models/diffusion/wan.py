@@ -63,10 +63,17 @@ class Wan22(Wan21):
         return Experts({"high": parts["transformer"], "low": parts["transformer_2"]})
 
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
+        return super().velocity(functools.partial(model, "high" if self._high(sigma) else "low"), x, sigma, cond)
+
+    def scale_at(self, sigma: Tensor, scale: float, second: float | None) -> float:
+        return scale if second is None or self._high(sigma) else second
+
+    def _high(self, sigma: Tensor) -> bool:
+        """Whether the expert for high noise computes."""
         high = sigma >= self.boundary
         if bool(high.any()) != bool(high.all()):
             raise ValueError(f"sigmas {sigma.tolist()} lie on both sides of the experts' boundary {self.boundary}")
-        return super().velocity(functools.partial(model, "high" if bool(high[0]) else "low"), x, sigma, cond)
+        return bool(high[0])
 
 
 class Wan21I2V(Wan21):

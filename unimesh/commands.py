@@ -19,7 +19,7 @@ from shared.types.metrics import average_metrics
 from shared.wire.envelope import ENDED
 from unimesh import show
 from unimesh.client import Api
-from unimesh.home import api_url
+from unimesh.home import SCALABLE, Home, api_url, default_state, write_scale
 
 ONE_PAGE = 50
 
@@ -269,6 +269,45 @@ def evaluate(job: str, suite: str, as_json: bool) -> None:
     print_json(answer) if as_json else click.echo(f"evaluate: {job}")
 
 
+@click.command()
+@click.argument("job")
+@click.argument("wanted", nargs=-1, required=True, metavar="SERVICE=N…")
+@AS_JSON
+def scale(job: str, wanted: tuple[str, ...], as_json: bool) -> None:
+    """Give JOB so many rollout workers (`rollout=3`; `rollout=auto` is its fair share of all), and the mesh so many reward
+    agents (`reward=2`). An embedded mesh starts and drains its agents itself; for containers the command that does is printed.
+    """
+    counts = dict(_count(piece) for piece in wanted)
+    api, answer = mesh_api(), {}
+    if "rollout" in counts:
+        answer = api.post(f"/v1/jobs/{job}/scale", {"rollout": counts["rollout"]})
+    else:
+        api.get(f"/v1/jobs/{job}")
+    agents = {service: count for service, count in counts.items() if count is not None}
+    if "rollout" in agents:
+        agents["rollout"] += sum(w["service"] == "rollout" and w["job"] not in ("", job) for w in api.get("/v1/workers"))
+    home = Home.read(default_state())
+    if home is not None and home.api == api.url:
+        write_scale(Path(home.state), agents)
+        said = "the mesh starts and drains agents: " + ", ".join(f"{s}={n}" for s, n in agents.items()) if agents else ""
+    else:
+        options = " ".join(f"--scale {service}={count}" for service, count in agents.items())
+        said = f"docker compose up --detach --no-recreate {options}" if agents else ""
+    if as_json:
+        print_json(answer | {"agents": agents, "said": said})
+    else:
+        click.echo("\n".join(filter(None, [f"scale: {job}" if answer else "", said])))
+
+
+def _count(text: str) -> tuple[str, int | None]:
+    service, _, number = text.partition("=")
+    if service == "rollout" and number == "auto":
+        return service, None
+    if service not in SCALABLE or not number.isdigit() or (service == "rollout" and number == "0"):
+        raise click.UsageError(f"{text!r}: give rollout=N, rollout=auto or reward=N (a trainer's ranks are its recipe's)")
+    return service, int(number)
+
+
 def _order(name: str, text: str) -> click.Command:
     @click.command(name, help=text)
     @click.argument("job")
@@ -282,7 +321,7 @@ def _order(name: str, text: str) -> click.Command:
 
 def add_commands(group: click.Group) -> None:
     looking = (status, watch, jobs, steps, samples, pictures, lineage, trace, dead_letters, workers, recipes)
-    for command in (*looking, evaluate, export, restore):
+    for command in (*looking, evaluate, export, restore, scale):
         group.add_command(command)
     for name, text in (
         ("pause", "Stop issuing new groups; what is in flight completes."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -37,6 +38,32 @@ class Home:
         except (OSError, ValueError, TypeError):
             return None
         return found
+
+
+SCALABLE = ("rollout", "reward")
+"""Services of which an embedded mesh has as many agents as it is told."""
+
+
+def scale_file(state: Path) -> Path:
+    """What the embedded mesh in a state folder was told last."""
+    return state / "agents.json"
+
+
+def read_scale(state: Path) -> dict[str, int]:
+    """Agents by service; empty if nothing was told."""
+    try:
+        found = json.loads(scale_file(state).read_text())
+        return {service: max(0, int(found[service])) for service in SCALABLE if service in found}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def write_scale(state: Path, agents: Mapping[str, int]) -> None:
+    """Adds to what was told before."""
+    place = scale_file(state)
+    fresh = place.with_suffix(".new")
+    fresh.write_text(json.dumps(read_scale(state) | dict(agents)))
+    fresh.replace(place)
 
 
 def hold(state: Path) -> IO[str] | None:

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +22,7 @@ from shared.agent.devices import list_devices
 from shared.agent.process import LABEL, Child, StopFlag
 from shared.logs import rotate
 from shared.wire.server import RedisServer
-from unimesh.home import Home, hold
+from unimesh.home import SCALABLE, Home, hold, read_scale, scale_file
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def plan_threads(cores: int, shape: Shape, overlap: bool = False) -> int:
 class Part:
     """One supervised child."""
 
-    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], log: Path) -> None:
-        self.name, self.argv, self.env, self.log = name, argv, env, log
+    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], log: Path, service: str = "") -> None:
+        """`service`: of an agent."""
+        self.name, self.argv, self.env, self.log, self.service = name, argv, env, log, service
         self.backoff, self.restarts = Backoff(), 0
         self.child = Child(argv, env, log)
 
@@ -93,6 +94,8 @@ class EmbeddedMesh:
         self.port = 0
         self.score = ""
         self.parts: list[Part] = []
+        self.leaving: list[Part] = []
+        """Agents that drain, since fewer are wanted."""
         self.stopping = StopFlag()
         self._lock: IO[str] | None = None
 
@@ -110,18 +113,11 @@ class EmbeddedMesh:
         self.score = f"127.0.0.1:{score_port}"
         self.redis.start()
         self.say(f"redis      up  {self.redis.url}")
-        env = self._env()
-        self._add("controller", ["services.controller", "--port", str(self.port)], env)
-        for service, count in (
-            ("rollout", self.shape.rollout),
-            ("reward", self.shape.reward),
-            ("trainer", self.shape.trainer),
-        ):
-            for index in range(count):
-                own = env if service == "reward" else MALLOC | env
-                if service == "reward" and index == 0:
-                    own = own | {"UNIMESH_SCORE": self.score}
-                self._add(f"{service}-{index}" if count > 1 else service, [f"services.{service}"], own)
+        scale_file(self.state).unlink(missing_ok=True)
+        self._add("controller", ["services.controller", "--port", str(self.port)], self._env())
+        for service in (*SCALABLE, "trainer"):
+            for number in range(getattr(self.shape, service)):
+                self._agent(service, number)
         self._wait_ready()
         Home(api=self.api, pid=os.getpid(), redis=self.redis.url, state=str(self.state), score=f"http://{self.score}").write()
 
@@ -147,9 +143,35 @@ class EmbeddedMesh:
         wanted = (self.shape.rollout + self.shape.trainer) * (int(each) if each.isdigit() else 1)
         return max(1, -(-wanted // devices)) if devices else 1
 
-    def _add(self, name: str, module: list[str], env: Mapping[str, str]) -> None:
+    def _scale(self) -> None:
+        """Starts the agents that are lacking; those that are too many drain beside the work that goes on."""
+        self.shape = replace(self.shape, **read_scale(self.state))
+        for service in SCALABLE:
+            own = [part for part in self.parts if part.service == service]
+            wanted = getattr(self.shape, service)
+            for number in range(len(own), wanted):
+                self._agent(service, number)
+                self.say(f"{service}-{number} starts")
+            for part in own[wanted:]:
+                part.child.terminate()
+                self.parts.remove(part)
+                self.leaving.append(part)
+                self.say(f"{part.name} drains")
+        gone = [part for part in self.leaving if part.child.poll() is not None]
+        for part in gone:
+            part.child.kill()  # what it may have left behind
+            self.leaving.remove(part)
+
+    def _agent(self, service: str, number: int) -> None:
+        env = self._env()
+        own = env if service == "reward" else MALLOC | env
+        if service == "reward" and number == 0:
+            own = own | {"UNIMESH_SCORE": self.score}
+        self._add(service if number == 0 else f"{service}-{number}", [f"services.{service}"], own, service)
+
+    def _add(self, name: str, module: list[str], env: Mapping[str, str], service: str = "") -> None:
         own = dict(env) | {LABEL: name}
-        self.parts.append(Part(name, [sys.executable, "-m", *module], own, self.logs / f"{name}.log"))
+        self.parts.append(Part(name, [sys.executable, "-m", *module], own, self.logs / f"{name}.log", service))
 
     def _wait_ready(self, patience_s: float = 60) -> None:
         deadline = time.monotonic() + patience_s
@@ -181,6 +203,8 @@ class EmbeddedMesh:
         for part in self.parts:
             if not self.stopping.is_set():
                 part.tend(self.say)
+        if not self.stopping.is_set():
+            self._scale()
         try:
             rotate(self.logs)
         except OSError as error:  # a full disk: the logs wait
@@ -192,20 +216,22 @@ class EmbeddedMesh:
         if self._lock is None:
             return
         Home.path(self.state).unlink(missing_ok=True)
-        for part in self.parts[1:]:
+        agents = [*self.parts[1:], *self.leaving]
+        for part in agents:
             part.child.terminate()
-        for part in self.parts[1:]:
+        for part in agents:
             part.child.end(grace_s=30)
         for part in self.parts[:1]:
             part.child.end(grace_s=15)
         self.parts.clear()
+        self.leaving.clear()
         self.redis.stop()
         if self._lock is not None:
             self._lock.close()
 
     def kill(self) -> None:
         """At once: a second Ctrl-C."""
-        for part in self.parts:
+        for part in (*self.parts, *self.leaving):
             part.child.kill()
         self.redis.kill()
 

@@ -25,7 +25,7 @@ LEASE = "unimesh:registry-lease"
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """One place to be filled for a job."""
+    """Places of one kind to be filled for a job."""
 
     job: str
     role: Service
@@ -34,6 +34,21 @@ class Wanted(msgspec.Struct, frozen=True):
     """What the worker must be able to run; empty: anything."""
     ranks: int = 1
     """Processes of its child; on a host with devices each needs one."""
+    count: int | None = 1
+    """How many places; None: as many as there are workers for."""
+    priority: int = 0
+    """Among the places beyond each job's first, those of a higher one come first."""
+
+
+class Place(NamedTuple):
+    """One of the places that a Wanted stands for."""
+
+    wanted: Wanted
+    number: int
+
+    @property
+    def key(self) -> tuple[str, Service, str]:
+        return self.wanted.job, self.wanted.role, self.wanted.track
 
 
 class Decision(NamedTuple):
@@ -52,32 +67,63 @@ def assign(
 ) -> Decision:
     """A place keeps its worker while that is alive and has its devices.
 
-    Free workers fill open places in the order of `wanted`; among equals the one that registered first. Those that drain or wait
-    for a device get nothing new, nor do those that keep their files elsewhere than this controller (`storage`).
+    Open places are filled in the order of `in_turn`: by a free worker (of several the one that registered first), or a rollout
+    by one that works in another job's place further down, beyond its first. A job without a trainer gets no rollouts. Workers
+    that drain or wait for a device get nothing new, nor do those that keep their files elsewhere than this controller
+    (`storage`).
     """
     alive = {w.name: w for w in workers}
-    changes: dict[str, Assignment | None] = {}
-    open_places = list(wanted)
-    for name, assignment in held.items():
-        filled = (assignment.job, assignment.role, assignment.track)
-        place = next((p for p in open_places if (p.job, p.role, p.track) == filled), None)
-        if name in alive and alive[name].state != "waiting" and place is not None:
-            open_places.remove(place)
-        else:
-            changes[name] = None
-    free = sorted(
-        (w for w in workers if w.name not in held or changes.get(w.name, 0) is None),
-        key=lambda w: (w.since, w.name),
-    )
+    places = in_turn(wanted, workers)
+    holders: dict[tuple[str, Service, str], list[Worker]] = {}
+    for name, had in held.items():
+        if name in alive and alive[name].state != "waiting":
+            holders.setdefault((had.job, had.role, had.track), []).append(alive[name])
+    taken = {place: holders[place.key].pop(0) for place in places if holders.get(place.key)}
+    staying = {worker.name for worker in taken.values()}
+    changes: dict[str, Assignment | None] = {name: None for name in held if name not in staying}
+    free = sorted((w for w in workers if w.name not in staying), key=lambda w: (w.since, w.name))
     unfilled: dict[str, str] = {}
-    for place in open_places:
-        worker = next((w for w in free if w.service == place.role and not unable(w, place, storage)), None)
+    for turn, place in enumerate(places):
+        job = place.wanted.job
+        if place in taken or (place.wanted.role == "rollout" and job in unfilled):
+            continue
+        worker = next((w for w in free if w.service == place.wanted.role and not unable(w, place.wanted, storage)), None)
         if worker is not None:
             free.remove(worker)
-            changes[worker.name] = Assignment(id=fresh_id(), job=place.job, role=place.role, track=place.track)
-        else:
-            unfilled.setdefault(place.job, _nobody(place, workers, free, storage))
+        elif (last := _last(places[turn + 1 :], taken, place, storage)) is not None:
+            worker = taken.pop(last)
+        if worker is not None:
+            taken[place] = worker
+            changes[worker.name] = Assignment(id=fresh_id(), job=job, role=place.wanted.role, track=place.wanted.track)
+        elif place.number == 0 or place.wanted.count is not None:
+            unfilled.setdefault(job, _nobody(place.wanted, workers, free, storage))
     return Decision(changes, unfilled)
+
+
+def in_turn(wanted: Sequence[Wanted], workers: Sequence[Worker]) -> list[Place]:
+    """Trainers first; then the first rollout of every track of every job, in the order of `wanted`; then what jobs want beyond
+    it: those of a higher priority first, equal ones in turn.
+    """
+    most = {role: sum(w.service == role for w in workers) for role in ("trainer", "rollout", "reward")}
+    ordered = list(enumerate(wanted))
+    places = [
+        (Place(w, number), index)
+        for index, w in ordered
+        for number in range(max(1, most[w.role]) if w.count is None else w.count)
+    ]
+
+    def turn(entry: tuple[Place, int]) -> tuple[bool, bool, int, int, int]:
+        (wanted, number), index = entry
+        further = number > 0
+        return wanted.role != "trainer", further, -wanted.priority if further else 0, number, index
+
+    return [place for place, _ in sorted(places, key=turn)]
+
+
+def _last(later: Sequence[Place], taken: Mapping[Place, Worker], place: Place, storage: str) -> Place | None:
+    """The last further place of a rollout whose worker could be at `place`."""
+    movable = (o for o in reversed(later) if o.number and o.wanted.role == place.wanted.role == "rollout" and o in taken)
+    return next((other for other in movable if not unable(taken[other], place.wanted, storage)), None)
 
 
 def unable(worker: Worker, place: Wanted, storage: str) -> str:

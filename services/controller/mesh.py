@@ -23,6 +23,9 @@ from shared.wire.keys import JOBS, JobKeys
 
 log = logging.getLogger(__name__)
 
+AGING_S = 600.0
+SCALED = "rollout"
+"""Field of a job's meta: the rollout workers that it was scaled to; 0: its share."""
 AGAIN_S = 10.0
 """Between two attempts to run a job whose files are missing or changed."""
 
@@ -132,29 +135,43 @@ class Mesh:
         thread.start()
 
     def wanted(self) -> Sequence[Wanted]:
-        """Places of all jobs that have not ended, the oldest job first; its trainer before its rollouts."""
-        places: list[Wanted] = []
+        """Places of all jobs that have not ended: of a higher priority first, of equal ones the oldest. A job that has not
+        started gains one for every AGING_S that it waits.
+        """
+        found: list[tuple[float, float, list[Wanted]]] = []
         for raw, facts in self.client.hgetall(JOBS).items():
             job = raw.decode()
             if self.ended.get(job) == facts:
                 continue
-            if phase_of(self.client, job) in ENDED:
+            phase = phase_of(self.client, job)
+            if phase in ENDED:
                 continue
             doc = self.docs.get(job) or load_doc(self.client, job)
             if doc is None:
                 continue
             self.docs[job] = doc
-            places += places_of(doc)
-        order = {job: doc.created for job, doc in self.docs.items()}
-        return sorted(places, key=lambda p: (order[p.job], p.role != "trainer"))
+            waited = (time.time() - doc.created) // AGING_S if phase == "starting" else 0
+            places = places_of(doc, scaled(self.client, doc))
+            found.append((-waited - max(place.priority for place in places), doc.created, places))
+        return [place for _, _, places in sorted(found, key=lambda entry: entry[:2]) for place in places]
 
 
-def places_of(doc: JobDoc) -> list[Wanted]:
+def scaled(client: Any, doc: JobDoc) -> int | None:
+    """How many rollout workers the job wants: what was said last; None: its share of all."""
+    said = client.hget(JobKeys(doc.id).meta, SCALED)
+    wanted = doc.recipe["placement"]["rollout"]
+    return wanted if said is None else int(said) or None
+
+
+def places_of(doc: JobDoc, rollout: int | None) -> list[Wanted]:
     """Its trainer, its rollouts, and a place for each scorer: those are not assigned, but somebody must serve them."""
-    found = [Wanted(doc.id, "trainer", "", doc.recipe["algorithm"]["name"], int(doc.recipe["placement"]["trainer_ranks"]))]
+    placement = doc.recipe["placement"]
+    priority = int(placement.get("priority", 0))  # not in jobs of an earlier version
+    algorithm, ranks = doc.recipe["algorithm"]["name"], int(placement["trainer_ranks"])
+    found = [Wanted(doc.id, "trainer", "", algorithm, ranks, priority=priority)]
     engine = doc.recipe["rollout"]["engine"]["name"] if doc.plan.route else ""
     for stage in doc.plan.route:
         service, _, track = stage.partition(".")
         if service == "rollout":
-            found += [Wanted(doc.id, "rollout", track, engine)] * int(doc.recipe["placement"]["rollout"])
+            found.append(Wanted(doc.id, "rollout", track, engine, count=rollout, priority=priority))
     return found + [Wanted(doc.id, "reward", name, scorer.name) for name, scorer in scorers_of(doc.recipe).items()]

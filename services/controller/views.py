@@ -98,8 +98,6 @@ def waits_for(plan: Plan, root: Root, groups: Iterable[Group]) -> str:
     if root.phase == "starting":
         missing = [t for t in plan.tracks if t not in root.published]
         return f"the first version of {', '.join(missing)}"
-    if root.paused and not root.outstanding:
-        return "resume"
     training = next((r for r in root.records if r.kind == "train"), None)
     flights = [g for g in groups if g.kind == "train" and g.slices is None]
     if training is not None:
@@ -108,6 +106,8 @@ def waits_for(plan: Plan, root: Root, groups: Iterable[Group]) -> str:
         return f"the publish of version {root.current[plan.tracks[0]]} ({since})"
     if flights:
         return f"rollout and reward of {len(flights)} groups ({since})"
+    if root.paused:
+        return "resume"
     if root.evals:
         run = root.evals[0]
         return f"evaluation {run.suite} ({run.tag}): {run.done} of {run.size}"

@@ -260,8 +260,10 @@ class Weights(Section):
 
 class Placement(Section):
     layout: Literal["separate", "colocate", "trainside"] = "separate"
-    rollout: int = Field(1, ge=1)
-    """Rollout workers for the job."""
+    rollout: int | None = Field(None, ge=1)
+    """Rollout workers for the job; None: its fair share of all that there are."""
+    priority: int = Field(0, ge=-100, le=100)
+    """Jobs of a higher one get free agents first; one that has not started gains one for every ten minutes that it waits."""
     trainer_ranks: int = Field(1, ge=1)
     sharding: Literal["full", "hybrid", "no_shard"] = "full"
     """How ranks hold the trained model: shards of one copy; a copy for each `shard_ranks` of them; a copy each."""

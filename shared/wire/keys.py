@@ -62,7 +62,7 @@ class JobKeys:
 
     @property
     def meta(self) -> str:
-        """Hash: incarnation, routes, fencing token of the trainer."""
+        """Hash: incarnation, routes, fencing token of the trainer, the rollout workers that an operator wants."""
         return self.of("meta")
 
     @property

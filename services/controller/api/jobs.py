@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from services.controller.api.core import Core
 from services.controller.estimate import estimate
 from services.controller.jobs import create, prepare
 from services.controller.lifecycles.state import Phase
+from services.controller.mesh import SCALED
 from services.controller.models import kept
 from services.controller.restore import revive
 from shared.config.compose import compose
@@ -41,6 +43,15 @@ class Submission(pydantic.BaseModel):
         if (self.document is None) == (self.recipe is None):
             raise bad("recipe", self.recipe, "give either a recipe or a document", "exactly one of them")
         return compose(self.recipe or "", self.overrides) if self.document is None else self.document
+
+
+class Scale(pydantic.BaseModel):
+    """Of one job."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    rollout: Annotated[int, pydantic.Field(ge=1, le=100_000)] | None
+    """None: its fair share of all that there are."""
 
 
 def jobs_router(core: Core) -> APIRouter:
@@ -111,6 +122,18 @@ def jobs_router(core: Core) -> APIRouter:
         if core.mesh is not None:
             core.mesh.wake.set()
         return found
+
+    @router.post("/{job}/scale", status_code=202)
+    def scale(job: str, wanted: Annotated[Scale, Body()]) -> dict[str, Any]:
+        """How many rollout workers the job gets, if there are so many. What the others had in hand goes to those that stay."""
+        doc = core.running(job)
+        if not doc.plan.route:
+            raise bad("rollout", wanted.rollout, "the job rolls nothing out")
+        core.client.hset(JobKeys(doc.id).meta, SCALED, wanted.rollout or 0)
+        said = "its share" if wanted.rollout is None else str(wanted.rollout)
+        note = {"at": f"{time.time():.3f}", "level": "info", "text": f"rollout workers wanted: {said}"}
+        core.client.xadd(JobKeys(doc.id).events, note)
+        return {"id": job, "rollout": wanted.rollout}
 
     @router.post("/{job}/{command}", status_code=202)
     def command(

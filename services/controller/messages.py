@@ -11,6 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from services.controller import targets
+from services.controller.busy import Meter
 from services.controller.data.intake import BadPrompt, Example, MediaIntake, check_taught
 from services.controller.jobs import Job
 from services.controller.lifecycles.state import (
@@ -85,6 +86,9 @@ class Writer:
         self.prepared: dict[int, Request] = {}
         self.retained: list[tuple[int, int]] = []
         """Records of the last writes whose bodies were built here: their numbers, and bytes."""
+        self.meter = Meter()
+        self.worked: dict[int, dict[str, float]] = {}
+        """By record of a batch that trains: how long its stages had worked for it."""
         self.acts: list[Span] = []
         """What the runner did since the step before."""
 
@@ -230,6 +234,7 @@ class Writer:
         if command.kind == "train" and self.plan.route:
             how = self.job.recipe.algorithm.advantage if self.plan.advantages else Advantage()
             slices = train_slices(self.plan, command.groups, how)
+            self.worked = {command.seq: self.meter.add(command.groups)}
         elif command.kind == "train":
             built = [(g.gid.rpartition("#")[0], self._take(g).example) for g in command.groups]
             found = [(root, example) for root, example in built if example is not None]
@@ -305,6 +310,7 @@ class Writer:
             "versions": trained.versions,
             "updates": sum(trained.updates.values()),
             **record.stats,
+            **self.worked.get(record.seq, {}),
             **trained.metrics,
             "seconds/train": trained.seconds,
             "seconds/waited": command.at - record.at,

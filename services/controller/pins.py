@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 
-from services.controller.lifecycles.state import Root
+from services.controller.lifecycles.state import Gone, Root
 from shared.config.settings import Settings
 from shared.weights.store import LEASE_S, WeightStore
 
@@ -20,18 +21,34 @@ class Pins:
         self.held: dict[Pin, float] = {}
         """When each was taken or renewed."""
 
-    def follow(self, root: Root) -> None:
-        """Holds what evaluations and cohorts under way need, and nothing else. Call it before they are issued, and now and
-        then."""
-        needed = [*(run.versions for run in root.evals), *root.cohorts.values()]
-        wanted = {(track, root.incarnation, version) for versions in needed for track, version in versions.items()}
-        for pin in self.held.keys() - wanted:
+    def hold(self, root: Root) -> list[Gone]:
+        """Holds what evaluations and cohorts under way need: call it before they are issued, and now and then. Returns those
+        versions that had been published and are not there any more."""
+        gone = []
+        for pin in _wanted(root):
+            if time.monotonic() - self.held.get(pin, -math.inf) < LEASE_S / 4:
+                continue
+            track, incarnation, version = pin
+            self._store(pin).hold(incarnation, version, self.holder)
+            self.held[pin] = time.monotonic()
+            if version <= root.published.get(track, -1) and not self._store(pin).has(incarnation, version):
+                gone.append(Gone(track, version))
+        return gone
+
+    def release(self, root: Root) -> None:
+        """Lets go of all else: call it once `root` is durable."""
+        for pin in self.held.keys() - _wanted(root):
             self._store(pin).release(*pin[1:], self.holder)
             del self.held[pin]
-        for pin in wanted:
-            if time.monotonic() - self.held.get(pin, -LEASE_S) > LEASE_S / 4:
-                self._store(pin).hold(*pin[1:], self.holder)
-                self.held[pin] = time.monotonic()
+
+    def forget(self) -> None:
+        """What is held is looked at anew: time may have passed."""
+        self.held.clear()
 
     def _store(self, pin: Pin) -> WeightStore:
         return WeightStore(self.folder, pin[0])
+
+
+def _wanted(root: Root) -> set[Pin]:
+    needed = [*(run.versions for run in root.evals), *root.cohorts.values()]
+    return {(track, root.incarnation, version) for versions in needed for track, version in versions.items()}

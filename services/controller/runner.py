@@ -19,7 +19,19 @@ import structlog
 from services.controller.jobs import Job
 from services.controller.lifecycles.admission import retained
 from services.controller.lifecycles.core import advance, missing
-from services.controller.lifecycles.state import BadRecord, Command, Covered, Event, Group, Issue, Restore, Root, State, Tick
+from services.controller.lifecycles.state import (
+    BadRecord,
+    Command,
+    Covered,
+    Event,
+    Gone,
+    Group,
+    Issue,
+    Restore,
+    Root,
+    State,
+    Tick,
+)
 from services.controller.messages import Writer, snapshot
 from services.controller.pins import Pins
 from services.controller.previews import Previews
@@ -80,6 +92,8 @@ class Runner:
         self.beat = time.monotonic()
         self.claim_at = 0.0
         self.extend_at = 0.0
+        self.gone: list[Gone] = []
+        """Versions that are needed and not there: the next step's to know."""
         self.refused: list[str] = []
         self.full = ""
         """What was said last of a full disk."""
@@ -111,6 +125,7 @@ class Runner:
     def _hold(self) -> bool:
         """Under the lease: from the durable state on, until a commit is refused (False) or the job has ended (True)."""
         revision, state = self._load()
+        self.pins.forget()
         ensure_group(self.client, self.keys.inbox)
         waiting = list(self.scripts.claim(self.keys.inbox, self.token, 0, 1000))
         while not self.stopping.is_set():
@@ -177,7 +192,7 @@ class Runner:
             restored(self, state, next(c for c in commands if isinstance(c, Restore)), [e.id for e in entries], revision)
             return None
         if not entries and not commands and after.root is state.root:
-            self.pins.follow(state.root)
+            self.gone += self.pins.hold(state.root)
             return (revision, state) if self._extended() and self._current(revision) else None
         if any(isinstance(c, Covered) for c in commands):
             self.recorder.flush()
@@ -186,8 +201,10 @@ class Runner:
             after = State(retained(after.root, seq, nbytes), after.groups)
         writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]
         self.refused.clear()
-        self.pins.follow(after.root)
+        self.gone = self.pins.hold(after.root)
         done = self.commit(revision, after, [e.id for e in entries], writes)
+        if done is not None:
+            self.pins.release(after.root)
         if done is not None and (below := [c.below for c in commands if isinstance(c, Covered)]):
             self.sweeper.submit(self._sweep, max(below))
         if entries:
@@ -248,7 +265,7 @@ class Runner:
         return after, commands
 
     def _events(self, entries: Sequence[Entry]) -> list[Event]:
-        events: list[Event] = []
+        events: list[Event] = list(self.gone)
         for entry in entries:
             try:
                 events.append(read_event(entry.fields))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from services.controller import busy
 from services.controller.lifecycles.state import Group, Plan, Root, Scoring
 from shared.config.sections import Advantage
 from shared.types.part import Part
@@ -154,4 +153,4 @@ def batch_stats(plan: Plan, root: Root, groups: Sequence[Group]) -> dict[str, fl
         stage = f"seconds/{span.name.partition('.')[0].partition(' ')[0]}"
         out[stage] = max(out.get(stage, 0.0), span.seconds)
     out["seconds/gather"] = max(g.ready_at for g in groups) - first
-    return out | busy.of_batch(groups)
+    return out

@@ -176,6 +176,8 @@ class Trainer:
         """A snapshot now, the writing in the publisher's thread; once for each version."""
         version = self.stack.progress.version
         if version == self.handed:
+            if pinned:
+                self.publisher.pin(version)
             return
         self.handed = version
         with self.stack.averaged():

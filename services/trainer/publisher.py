@@ -86,6 +86,11 @@ class Publisher:
             self.waiting.append((version, snapshot, pinned))
             self.change.notify_all()
 
+    def pin(self, version: int) -> None:
+        """As `publish` with `pinned`, of a version that was handed over before."""
+        with self.change:
+            self.waiting = [(v, held, pinned or v == version) for v, held, pinned in self.waiting]
+
     def flush(self, version: int) -> None:
         """Until this version, if it was handed over, is written or a newer one is in its place. Raises what writing raised."""
         with self.change:

@@ -14,6 +14,7 @@ from services.controller.lifecycles.state import (
     Branch,
     Evaluated,
     Event,
+    Gone,
     Note,
     Restore,
     State,
@@ -473,6 +474,46 @@ def test_a_cohort_that_became_too_old_is_issued_for_a_newer_version() -> None:
     assert world.state.root.dropped == {"stale": 2} and world.state.root.dead == 0
     again = [g for g in world.flights.values() if g.cohort == 0]
     assert {g.issue for g in again} == {1} and {g.needs["policy"] for g in again} == {Need("exactly", 5)}
+
+
+def test_a_version_that_is_gone_is_not_waited_for() -> None:
+    """A controller that was away for longer than its leases last: what is pinned to it is issued for what there is."""
+    suites = {"s": SuitePlan(at=("start",), size=2, scorers=("exact",))}
+    world = started(mixing=False, max_staleness=1, batch_size=2, max_inflight=4, need="at_least", steps=9, suites=suites)
+    world.state = State(
+        msgspec.structs.replace(world.state.root, current={"policy": 1}, published={"policy": 1}), world.state.groups
+    )
+    first = next(g for g in world.flights.values() if g.cohort == 0)
+    world.send(world.completed(first))
+    world.send(Gone("policy", 0))
+    root = world.state.root
+    assert root.dropped == {"unpublished": 4} and balanced(world.state) and root.dead == 0
+    train = [g for g in world.state.groups.values() if g.kind == "train"]
+    assert {g.issue for g in train} == {1} and {g.needs["policy"] for g in train} == {Need("exactly", 1)}
+    [run] = root.evals
+    assert run.versions == {"policy": 1} and run.issue == 1
+    world.go()
+    assert world.state.root.phase == "done"
+
+
+def test_what_keeps_for_longer_waits_for_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches of the oldest version are in flight: a batch of newer ones would leave one batch too many."""
+    world = started(waits_for_old=True, max_staleness=2, batch_size=2, max_inflight=6, need="at_least", steps=9)
+    monkeypatch.setattr(world.rng, "randint", lambda low, high: low)  # rollouts take what they must
+    old = list(world.flights.values())
+    world.send(*map(world.completed, old[:2]))
+    while world.log:
+        world.send(*world.trainer())
+    newer = [g for g in world.flights.values() if g.needs["policy"].version == 1]
+    world.send(*map(world.completed, newer))
+    assert len(newer) == 2 and not world.log, "four old groups fit into two batches, and into no fewer"
+    world.send(*map(world.completed, old[2:4]))
+    assert {g.gid for g in world.log[0].groups} == {g.gid for g in old[2:4]}
+    while world.log:
+        world.send(*world.trainer())
+    assert not world.log and world.state.root.batches == 2
+    world.send(*map(world.completed, old[4:]))
+    assert {g.gid for g in world.log[0].groups} == {g.gid for g in old[4:]} and not world.state.root.dropped
 
 
 def test_nothing_is_dropped_where_the_trainer_waits() -> None:

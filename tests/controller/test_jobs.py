@@ -16,7 +16,7 @@ from services.controller.data.order import DataOrder
 from services.controller.data.record import Record
 from services.controller.data.sources import open_source
 from services.controller.jobs import Job, create, prepare
-from services.controller.lifecycles.state import EvalRun, Root
+from services.controller.lifecycles.state import EvalRun, Gone, Root
 from services.controller.pins import Pins
 from shared.config.compose import compose, listed
 from shared.config.problems import BadInput
@@ -239,10 +239,13 @@ def test_a_version_that_an_evaluation_needs_is_not_collected(settings: Settings)
         store.publish(1, version, [("model.safetensors", [b"x"])])
     pins = Pins(settings, "j", "me")
     run = EvalRun(suite="s", tag="step-1", step=1, versions={"policy": 1}, size=1)
-    pins.follow(Root(evals=(run,)))
+    assert pins.hold(Root(evals=(run,), published={"policy": 4})) == []
     assert store.collect(1, keep=2) == [0, 2] and store.has(1, 1)
-    pins.follow(Root())
+    pins.release(Root())
     assert store.collect(1, keep=2) == [1]
+    late = Pins(settings, "j", "another")
+    assert late.hold(Root(cohorts={3: {"policy": 1}, 4: {"policy": 5}}, published={"policy": 4})) == [Gone("policy", 1)]
+    assert late.hold(Root(cohorts={3: {"policy": 1}}, published={"policy": 4})) == [], "said once"
 
 
 def test_a_prompt_of_megabytes(settings: Settings, model_folder: Path, tmp_path: Path) -> None:

@@ -73,10 +73,9 @@ def oldest(root: Root, group: Group) -> int:
     return max((root.current.get(part.track, 0) - min(part.versions) for part in parts), default=0)
 
 
-def expiring(plan: Plan, root: Root, groups: Mapping[str, Group]) -> list[Group]:
-    """Groups that would be too old for every batch but the next."""
-    bound = (plan.max_staleness - 1) * plan.updates_per_batch
-    return [g for g in groups.values() if g.kind == "train" and oldest(root, g) > bound]
+def keeps(plan: Plan, root: Root, group: Group) -> int:
+    """How many batches may go before the group: 0 is the next one's or nobody's."""
+    return plan.max_staleness - -(-oldest(root, group) // plan.updates_per_batch)
 
 
 def fresh(plan: Plan, root: Root, group: Group) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from services.controller.lifecycles import admission
-from services.controller.lifecycles.state import Group, Note
+from services.controller.lifecycles.state import Group, Note, Plan
 from shared.wire.envelope import Need
 
 if TYPE_CHECKING:
@@ -46,12 +46,17 @@ def drop_old(step: Transition) -> None:
             if limit is not None and step.now - group.issued_at > limit and group.issue < plan.max_reissues:
                 step.drop(group, "deadline")
         elif plan.max_staleness and not admission.fresh(plan, step.root, group):
-            if group.cohort is not None and group.cohort in step.root.cohorts:  # what takes its place is of a newer version
-                step.set(cohorts={k: v for k, v in step.root.cohorts.items() if k != group.cohort})
-                for other in [g for g in step.groups.values() if g.cohort == group.cohort and g.gid != group.gid]:
-                    step.drop(other, "stale")
-            if group.gid in step.groups:
+            if group.cohort is not None:  # what takes its place is of a newer version
+                disband(step, group.cohort, "stale")
+            else:
                 step.drop(group, "stale")
+
+
+def disband(step: Transition, cohort: int, reason: str) -> None:
+    """Its groups are issued again, for a version of that time."""
+    step.set(cohorts={k: versions for k, versions in step.root.cohorts.items() if k != cohort})
+    for group in [g for g in step.groups.values() if g.cohort == cohort]:
+        step.drop(group, reason)
 
 
 def demand(step: Transition) -> tuple[int | None, dict[str, Need]]:
@@ -75,11 +80,24 @@ def batch(step: Transition) -> list[Group]:
     ready = [g for g in complete(step.groups) if g.gid not in step.new and g.cohort in (None, root.formed)]
     if len(ready) < plan.batch_size or root.batches >= plan.steps:
         return []
-    first: set[str] = set()
-    if plan.waits_for_old:
-        old = admission.expiring(plan, root, step.groups)
-        if any(g.slices is None for g in old):
+    if not plan.waits_for_old:
+        chosen = sorted(ready, key=lambda g: g.order)[: plan.batch_size]
+    else:  # those that keep for the shortest time first
+        keeps = {g.gid: admission.keeps(plan, root, g) for g in step.groups.values() if g.kind == "train"}
+        chosen = sorted(ready, key=lambda g: (keeps[g.gid], g.order))[: plan.batch_size]
+        if _hasty(plan, step.groups, chosen, keeps):
             return []
-        first = {g.gid for g in old}
-    chosen = sorted(ready, key=lambda g: (g.gid not in first, g.order))[: plan.batch_size]
     return sorted(chosen, key=lambda g: (g.draw, g.issue))
+
+
+def _hasty(plan: Plan, groups: Mapping[str, Group], chosen: Sequence[Group], keeps: Mapping[str, int]) -> bool:
+    """Whether more groups would be left over than later batches can take in time, and some that are in flight should come in
+    the place of chosen ones that keep for longer."""
+    taken = {g.gid for g in chosen}
+    left = [g for g in groups.values() if g.gid in keeps and g.gid not in taken]
+    for batches in range(plan.max_staleness):
+        urgent = [g for g in left if keeps[g.gid] <= batches]
+        in_flight = any(g.slices is None for g in urgent)
+        if len(urgent) > batches * plan.batch_size and in_flight and any(keeps[g.gid] > batches for g in chosen):
+            return True
+    return False

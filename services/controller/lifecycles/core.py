@@ -20,6 +20,7 @@ from services.controller.lifecycles.state import (
     Command,
     Covered,
     Event,
+    Gone,
     Group,
     Issue,
     Note,
@@ -97,6 +98,8 @@ class Transition:
             case Published():
                 publishing.count(self, event)
                 publishing.published(self, event.track, event.version)
+            case Gone():
+                publishing.gone(self, event)
             case Saved():
                 self.saved(event.seq)
             case Started():

@@ -49,16 +49,15 @@ def on_demand(step: Transition, suite: str) -> None:
         begin(step, name, f"asked-{step.root.batches}", step.root.published)
 
 
-def begin_again(step: Transition, versions: Mapping[str, int]) -> None:
+def begin_again(step: Transition, versions: Mapping[str, int], runs: Sequence[EvalRun]) -> None:
     """Runs whose version will not come are begun again, at what there is instead. What the trainer measures, it measures at
     the version that it has."""
     if not step.plan.route:
         return
-    for run in step.root.evals:
-        if any(version > versions.get(track, 0) for track, version in run.versions.items()):
-            step.close([g for g in step.groups.values() if (g.suite, g.tag) == (run.suite, run.tag)], in_flight=True)
-            step.set(evals=tuple(other for other in step.root.evals if other.key != run.key))
-            begin(step, run.suite, run.tag, versions, run.issue + 1)
+    for run in runs:
+        step.close([g for g in step.groups.values() if (g.suite, g.tag) == (run.suite, run.tag)], in_flight=True)
+        step.set(evals=tuple(other for other in step.root.evals if other.key != run.key))
+        begin(step, run.suite, run.tag, versions, run.issue + 1)
 
 
 def resume(step: Transition) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.controller.lifecycles import evaluation
-from services.controller.lifecycles.state import Note
+from services.controller.lifecycles import choosing, evaluation
+from services.controller.lifecycles.state import Gone, Note
 from shared.wire.envelope import Published, Trained
 
 if TYPE_CHECKING:
@@ -70,4 +70,14 @@ def retrained(step: Transition, event: Trained) -> None:
     for group in [g for g in step.groups.values() if g.kind == "train" and g.slices is None]:
         if any(need.version > event.versions[name] for name, need in group.needs.items()):
             step.drop(group, "unpublished")
-    evaluation.begin_again(step, event.versions)
+    void_runs = [r for r in step.root.evals if any(v > event.versions.get(t, 0) for t, v in r.versions.items())]
+    evaluation.begin_again(step, event.versions, void_runs)
+
+
+def gone(step: Transition, event: Gone) -> None:
+    """What is pinned to the version is issued again for one that there is."""
+    step.commands.append(Note("warning", f"version {event.version} of {event.track} is gone: what needs it is issued again"))
+    for cohort in [k for k, versions in step.root.cohorts.items() if versions.get(event.track) == event.version]:
+        choosing.disband(step, cohort, "unpublished")
+    runs = [r for r in step.root.evals if r.versions.get(event.track) == event.version]
+    evaluation.begin_again(step, step.root.published, runs)

@@ -283,7 +283,14 @@ class BadRecord(msgspec.Struct, frozen=True):
     error: str
 
 
-Event = Message | Completed | BadRecord
+class Gone(msgspec.Struct, frozen=True):
+    """A version that evaluations or cohorts are pinned to is no longer in the store: nobody held it for too long."""
+
+    track: str
+    version: int
+
+
+Event = Message | Completed | BadRecord | Gone
 
 
 class Issue(msgspec.Struct, frozen=True):

@@ -94,13 +94,18 @@ class Flow:
     def table(self, view: dict[str, Any], steps: list[dict[str, Any]]) -> None:
         """Where the time went, rates, versions, bytes, ledger."""
         wall = max(s["at"] for s in steps) - view["started"]
-        stages = {n: sum(s.get(f"seconds/{n}", 0.0) for s in steps) for n in ("rollout", "reward", "train")}
-        stages["publish"] = view["publishes"]["seconds"]
-        table = Table("stage", "seconds", "share", title="where the time went")
-        for name, seconds in stages.items():
+        beside = view["domain"].startswith("async")
+        table = Table("stage", "seconds", "share", title="what worked beside each other" if beside else "where the time went")
+        if beside:
+            stages = dict.fromkeys(n for s in steps for n in s if n.startswith("busy/"))
+            times = {n.removeprefix("busy/"): sum(s.get(n, 0.0) for s in steps) for n in stages}
+            times["trainer"] = sum(s["seconds/train"] for s in steps)
+        else:
+            times = {n: sum(s.get(f"seconds/{n}", 0.0) for s in steps) for n in ("rollout", "reward", "train")}
+            times["publish"] = view["publishes"]["seconds"]
+            times["mesh (messages, waiting)"] = wall - sum(times.values())
+        for name, seconds in times.items():
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
-        rest = wall - sum(stages.values())
-        table.add_row("mesh (messages, waiting)", f"{rest:.1f}", f"{rest / wall:.0%}")
         table.add_row("all", f"{wall:.1f}", "100%")
         self.console.print(table)
         samples = sum(s.get("samples", 0) for s in steps)

@@ -98,11 +98,27 @@ def test_pictures_may_run_ahead_too(mesh: Mesh, model_folder: Path) -> None:
         ({"max_staleness": 1, "weight_sync_interval": 3}, ["schedule.max_staleness", "at least weight_sync_interval - 1 = 2"]),
         ({"max_staleness": 1, "on_stale": "wait", "oversample": 2.0}, ["schedule.oversample", "left over is dropped"]),
         ({"oversample": 0.5}, ["schedule.oversample", "0.5"]),
+        ({"oversample": 2.0, "max_inflight": 6}, ["schedule.max_inflight", "at least 8"]),
     ],
 )
 def test_schedules_that_cannot_be(mesh: Mesh, model_folder: Path, schedule: dict[str, Any], words: list[str]) -> None:
     answer = mesh.http.post("/v1/jobs", json={"document": document(model_folder, schedule=schedule)})
     assert answer.status_code == 422 and all(word in answer.text for word in words), answer.text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"name": "grpo", "params": {"clip_range": 0.2}, "advantage": {"scope": "global"}}, ["compared with other groups"]),
+        ({"name": "ppo"}, ["ppo learns from more than how siblings differ"]),
+    ],
+)
+def test_a_filter_that_would_throw_lessons_away(
+    mesh: Mesh, model_folder: Path, algorithm: dict[str, Any], words: list[str]
+) -> None:
+    given = document(model_folder, algorithm=algorithm, schedule={"filter": "zero_variance"})
+    answer = mesh.http.post("/v1/jobs", json={"document": given, "dry_run": True})
+    assert answer.status_code == 422 and all(word in answer.text for word in ["schedule.filter", *words]), answer.text
 
 
 def test_the_plan_warns_of_what_nothing_corrects(mesh: Mesh, model_folder: Path) -> None:

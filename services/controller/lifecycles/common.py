@@ -28,6 +28,10 @@ def check_schedule(schedule: Schedule, batch_size: int, group_size: int) -> int:
         )
     if schedule.max_inflight is not None and schedule.max_inflight < batch_size:
         raise bad("schedule.max_inflight", schedule.max_inflight, "no batch could form", f"at least {batch_size}")
+    wanted = math.ceil(batch_size * schedule.oversample)
+    if schedule.max_inflight is not None and schedule.max_inflight < wanted and schedule.oversample > 1:
+        why = f"no batch could be oversampled {schedule.oversample:g} times"
+        raise bad("schedule.max_inflight", schedule.max_inflight, why, f"at least {wanted}")
     if schedule.filter == "zero_variance" and group_size < 2:
         raise bad("schedule.filter", schedule.filter, "a group of 1 has no variance: nothing would be trained", "none")
     if schedule.filter == "none" and schedule.max_backfill is not None:
@@ -45,6 +49,19 @@ def check_schedule(schedule: Schedule, batch_size: int, group_size: int) -> int:
             "schedule.oversample", schedule.oversample, "what is left over is dropped, and on_stale says that nothing is", "1"
         )
     return schedule.max_inflight or math.ceil((schedule.max_staleness + 1) * batch_size * schedule.oversample)
+
+
+def check_filter(recipe: Any) -> None:
+    """BadInput where groups of equal rewards do teach something."""
+    if recipe.schedule.filter == "none":
+        return
+    algorithm, why = recipe.algorithm, ""
+    if not specs.find("algorithm", algorithm.name, "algorithm.name").flags.get("requires_advantages"):
+        why = f"{algorithm.name} learns from more than how siblings differ"
+    elif algorithm.advantage.scope == "global":
+        why = "with algorithm.advantage.scope global they are compared with other groups"
+    if why:
+        raise bad("schedule.filter", recipe.schedule.filter, f"{why}: groups of equal rewards teach something", "none")
 
 
 def _backfill(schedule: Schedule, batch_size: int) -> int | None:
@@ -67,6 +84,7 @@ def rolled_out(
     """The plan of a domain that rolls out."""
     check_placement(recipe)
     check_window(recipe)
+    check_filter(recipe)
     return Plan(
         domain=recipe.domain,
         steps=recipe.steps,

@@ -79,7 +79,7 @@ class World:
         self.state, commands = advance(self.plan, self.state, events, Tick(self.now), f"n{self.nonce}", root_of)
         self.commands += commands
         for command in commands:
-            if isinstance(command, Issue) and command.group.gid in self.state.groups:
+            if isinstance(command, Issue) and self.plan.route and command.group.gid in self.state.groups:
                 self.flights[command.group.gid] = command.group
             elif isinstance(command, Append):
                 self.log.append(command)
@@ -133,29 +133,36 @@ class World:
         return [Saved(seq=record.seq)] if record.kind == "checkpoint" else []
 
     def go(self, most: int = 3000) -> None:
-        self.send()
-        self.published = 0
-        self.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+        self.begin()
         for _ in range(most):
             if self.state.root.phase in ENDED:
                 return
-            choices: list[Any] = []
-            if self.flights:
-                choices += ["complete"] * 4
-            if self.log:
-                choices.append("train")
-            if not choices:
-                self.send()
-                continue
-            if self.rng.choice(choices) == "train":
-                self.send(*self.trainer())
-                continue
-            group = self.flights.pop(self.rng.choice(sorted(self.flights)))
-            if self.rng.random() < self.faults / 2:
-                self.send(Dead(gid=group.gid, stage="rollout.policy", error="poison"))
-            else:
-                self.send(self.completed(group))
+            self.act()
         raise AssertionError(f"not ended after {most} events: {self.state.root}")
+
+    def begin(self) -> None:
+        self.send()
+        self.published = 0
+        self.send(Started(applied_seq=0, versions={"policy": 0}, published={"policy": 0}, world_size=1))
+
+    def act(self) -> None:
+        """One worker or the trainer does something, if there is anything to do."""
+        choices: list[Any] = []
+        if self.flights:
+            choices += ["complete"] * 4
+        if self.log:
+            choices.append("train")
+        if not choices:
+            self.send()
+            return
+        if self.rng.choice(choices) == "train":
+            self.send(*self.trainer())
+            return
+        group = self.flights.pop(self.rng.choice(sorted(self.flights)))
+        if self.rng.random() < self.faults / 2:
+            self.send(Dead(gid=group.gid, stage="rollout.policy", error="poison"))
+        else:
+            self.send(self.completed(group))
 
 
 def started(**changes: Any) -> World:

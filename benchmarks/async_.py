@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import async_real, crowd
 from benchmarks.report import Row, publish
 from services.controller.busy import services
 from services.controller.jobs import create, load_doc, open_job, prepare
@@ -232,8 +233,9 @@ def scaling(settings: Settings, model: Path, steps: int) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="a third of the batches")
-    steps = 12 if parser.parse_args().quick else 40
+    parser.add_argument("--quick", action="store_true", help="a third of the batches, a tenth of the crowd's")
+    quick = parser.parse_args().quick
+    steps = 12 if quick else 40
     from shared.models.ar.tiny import make_folder
 
     with tempfile.TemporaryDirectory(prefix="async-") as name:
@@ -243,9 +245,11 @@ def main() -> int:
         try:
             model = make_folder(root / "tiny", seed=0)
             settings = Settings(server.url, root, (root,), f"dir:{root}/bodies", 1, None)
-            return publish("async_", rows(settings, model, steps))
+            found = rows(settings, model, steps)
         finally:
             server.kill()
+        found += crowd.rows(model, 10_000 if quick else 100_000)
+        return publish("async_", [*found, *async_real.rows(quick)])
 
 
 if __name__ == "__main__":

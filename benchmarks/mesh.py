@@ -39,12 +39,14 @@ LONG = ["data.batch_size=512", "rollout.group_size=32", "train.micro_batch_size=
 class Bench:
     """One embedded mesh for all measurements; its children wait idle while something else is timed."""
 
-    def __init__(self, recipe: str = "ar/sort", module: str = "benchmarks.plain", name: str = "model") -> None:
-        """`module`: the plain process that makes the recipe's steps. `name`: of the model's folder."""
+    def __init__(
+        self, recipe: str = "ar/sort", module: str = "benchmarks.plain", name: str = "model", threads: int = 0
+    ) -> None:
+        """`module`: the plain process that makes the recipe's steps. `name`: of the model's folder. `threads`: of a child."""
         self.recipe, self.module = recipe, module
         shutil.rmtree(FOLDER / "state", ignore_errors=True)
         FOLDER.mkdir(parents=True, exist_ok=True)
-        self.mesh = EmbeddedMesh(FOLDER / "state", Shape(), (FOLDER,), say=lambda text: None)
+        self.mesh = EmbeddedMesh(FOLDER / "state", Shape(threads=threads), (FOLDER,), say=lambda text: None)
         self.model = FOLDER / name
         self.last = ""
         """The id of the newest job."""

@@ -129,9 +129,9 @@ class Simulated:
 
     def train(self) -> None:
         """Applies records at once and opens every body."""
-        client, value = self.connect(), uuid4().hex.encode()
-        client.set(assignment("simulated"), value)
-        link = Link(client, self.keys, self.store(), "simulated", value)
+        client, value, name = self.connect(), uuid4().hex.encode(), f"simulated-{self.job}"
+        client.set(assignment(name), value)
+        link = Link(client, self.keys, self.store(), name, value)
         versions = {"policy": 0}
         link.report(Started(applied_seq=0, versions=versions, published=versions, world_size=1))
         while not self.stopping.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import sys
 
@@ -34,6 +35,8 @@ def main() -> None:
     except (RedisUnfit, ValueError) as error:
         raise SystemExit(str(error)) from error
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn drains, and then raises the signal again
+    gc.collect()
+    gc.freeze()  # what the libraries are made of is not walked again while requests wait
     app = make_app(settings, lambda: Mesh(lambda: connect(settings.redis_url), settings))
     uvicorn.run(app, host=args.host, port=args.port, log_config=None, access_log=False, timeout_graceful_shutdown=5)
 

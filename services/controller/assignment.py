@@ -83,20 +83,25 @@ def assign(
     changes: dict[str, Assignment | None] = {name: None for name in held if name not in staying}
     free = sorted((w for w in workers if w.name not in staying), key=lambda w: (w.since, w.name))
     unfilled: dict[str, str] = {}
+    vain: set[Wanted] = set()
+    """Nobody can take another place of these."""
+    movable = [(turn, p) for turn, p in enumerate(places) if p.number and p.wanted.role == "rollout" and p in taken]
     for turn, place in enumerate(places):
         job = place.wanted.job
-        if place in taken or (place.wanted.role == "rollout" and job in unfilled):
+        if place in taken or place.wanted in vain or (place.wanted.role == "rollout" and job in unfilled):
             continue
         worker = next((w for w in free if w.service == place.wanted.role and not unable(w, place.wanted, storage)), None)
         if worker is not None:
             free.remove(worker)
-        elif (last := _last(places[turn + 1 :], taken, place, storage)) is not None:
+        elif (last := _last(movable, turn, taken, place, storage)) is not None:
             worker = taken.pop(last)
         if worker is not None:
             taken[place] = worker
             changes[worker.name] = Assignment(id=fresh_id(), job=job, role=place.wanted.role, track=place.wanted.track)
-        elif place.number == 0 or place.wanted.count is not None:
-            unfilled.setdefault(job, _nobody(place.wanted, workers, free, storage))
+        else:
+            vain.add(place.wanted)
+            if place.number == 0 or place.wanted.count is not None:
+                unfilled.setdefault(job, _nobody(place.wanted, workers, free, storage))
     return Decision(changes, unfilled)
 
 
@@ -120,10 +125,18 @@ def in_turn(wanted: Sequence[Wanted], workers: Sequence[Worker]) -> list[Place]:
     return [place for place, _ in sorted(places, key=turn)]
 
 
-def _last(later: Sequence[Place], taken: Mapping[Place, Worker], place: Place, storage: str) -> Place | None:
-    """The last further place of a rollout whose worker could be at `place`."""
-    movable = (o for o in reversed(later) if o.number and o.wanted.role == place.wanted.role == "rollout" and o in taken)
-    return next((other for other in movable if not unable(taken[other], place.wanted, storage)), None)
+def _last(
+    movable: list[tuple[int, Place]], turn: int, taken: Mapping[Place, Worker], place: Place, storage: str
+) -> Place | None:
+    """The last further place of a rollout behind `turn` whose worker could be at `place`; it is no longer movable."""
+    for index in range(len(movable) - 1 if place.wanted.role == "rollout" else -1, -1, -1):
+        at, other = movable[index]
+        if at < turn:
+            return None
+        if not unable(taken[other], place.wanted, storage):
+            del movable[index]
+            return other
+    return None
 
 
 def unable(worker: Worker, place: Wanted, storage: str) -> str:
@@ -187,6 +200,8 @@ class Registry:
         self.client, self.wanted, self.lease_ms, self.storage = connect(), wanted, lease_ms, storage
         self.unfilled: dict[str, str] | None = None
         """What was told last; None: by another controller, if at all."""
+        self.decided: Any = None
+        """What the last decision was about."""
         self.scripts = Scripts(self.client)
         self.token = uuid4().hex
         self.stopping = threading.Event()
@@ -199,7 +214,7 @@ class Registry:
                 if self.scripts.lease(LEASE, self.token, self.lease_ms, take=True) == "MINE":
                     self.step()
                 else:
-                    self.unfilled = None
+                    self.unfilled = self.decided = None
             except AWAY:
                 time.sleep(0.5)
             except redis.RedisError as error:
@@ -212,12 +227,12 @@ class Registry:
     def step(self) -> None:
         everybody, places = read_workers(self.client), self.wanted()
         workers = [w for w in everybody if w.service != "reward"]
-        held: dict[str, Assignment] = {}
-        for worker in workers:
-            packed = self.client.get(names.assignment(worker.name))
-            if packed is not None:
-                held[worker.name] = unpack(packed, Assignment)
+        packed = self.client.mget([names.assignment(w.name) for w in workers]) if workers else []
+        held = {w.name: unpack(p, Assignment) for w, p in zip(workers, packed, strict=True) if p is not None}
         assigned = [place for place in places if place.role != "reward"]
+        facts = [(w.name, w.service, w.state, w.since, w.error, w.components, w.devices, w.storage) for w in everybody]
+        if (known := (facts, held, places)) == self.decided:
+            return
         changes, unfilled = assign(workers, held, assigned, lambda: uuid4().hex, self.storage)
         unfilled = unserved(everybody, places) | unfilled
         if unfilled != self.unfilled:
@@ -228,6 +243,7 @@ class Registry:
             else:
                 self.client.set(names.assignment(name), pack(assignment))
                 log.info("%s works for job %s as %s", name, assignment.job, assignment.role)
+        self.decided = known
 
     def _tell(self, unfilled: dict[str, str]) -> None:
         """For the jobs' views."""

@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 BATCH = 64
 """Most events of one commit."""
 BLOCK_MS = 500
+COMPUTING = threading.Lock()
+"""Jobs compute one after the other, which costs nothing where threads share an interpreter: answers to requests wait for one of
+them at most, not for as many as there are jobs."""
 GATHER_S = 0.0003
 """Results that come within so long are committed together, unless a batch is complete."""
 
@@ -134,7 +137,8 @@ class Runner:
                 self.sweeper.submit(self.backend.remove)
                 return True
             if not waiting:
-                self.writer.prepare(state)
+                with COMPUTING:
+                    self.writer.prepare(state)
                 waiting = self._read(missing(self.job.doc.plan, state))
             entries, waiting = waiting[:BATCH], waiting[BATCH:]
             try:
@@ -185,9 +189,8 @@ class Runner:
     def _step(self, revision: str, state: State, entries: Sequence[Entry]) -> tuple[str, State] | None:
         """One commit. None: it was refused, or the lease is gone; start again from the durable state."""
         now, clock = time.time(), time.monotonic()
-        events = self._events(entries)
-        nonce = uuid4().hex[:12]
-        after, commands = self._advance(state, events, now, nonce)
+        with COMPUTING:
+            after, commands = self._advance(state, self._events(entries), now, uuid4().hex[:12])
         if any(isinstance(c, Restore) for c in commands):
             restored(self, state, next(c for c in commands if isinstance(c, Restore)), [e.id for e in entries], revision)
             return None
@@ -196,7 +199,8 @@ class Runner:
             return (revision, state) if self._extended() and self._current(revision) else None
         if any(isinstance(c, Covered) for c in commands):
             self.recorder.flush()
-        writes = self.writer.writes(state, after, commands)
+        with COMPUTING:
+            writes = self.writer.writes(state, after, commands)
         for seq, nbytes in self.writer.retained:
             after = State(retained(after.root, seq, nbytes), after.groups)
         writes += [xadd(self.keys.events, {"at": f"{now:.3f}", "level": "warning", "text": t}) for t in self.refused]

@@ -12,7 +12,7 @@ from services.controller import busy
 from services.controller.jobs import JobDoc
 from services.controller.lifecycles.state import Group, Plan, Root, ledger
 from shared.wire.codec import unpack
-from shared.wire.envelope import ENDED
+from shared.wire.envelope import ENDED, Need
 from shared.wire.keys import UNFILLED, JobKeys
 
 
@@ -29,7 +29,7 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
         pipe.hget(UNFILLED, doc.id)
         packed, rows, recent, counts, dead_letters, evals, unfilled = pipe.execute()
     root = unpack(packed, Root) if packed else Root()
-    groups = [unpack(row, Group) for row in rows]
+    groups = [unpack(row, Open) for row in rows]
     steps = [read_step(fields) for _, fields in reversed(recent)]
     services = busy.services(steps)
     return {
@@ -63,6 +63,14 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
     }
 
 
+class Open(msgspec.Struct, frozen=True):
+    """What a view reads of a group's row."""
+
+    needs: dict[str, Need]
+    kind: str = "train"
+    slices: tuple[msgspec.Raw, ...] | None = None
+
+
 def steps(client: Any, job: str, since: int, limit: int) -> list[dict[str, Any]]:
     """The steps after `since`."""
     rows = client.xrange(JobKeys(job).steps)
@@ -88,7 +96,7 @@ def rates(steps: list[dict[str, Any]], root: Root) -> dict[str, float]:
     }
 
 
-def waits_for(plan: Plan, root: Root, groups: Iterable[Group]) -> str:
+def waits_for(plan: Plan, root: Root, groups: Iterable[Open | Group]) -> str:
     """The name of the wait, and how long it has lasted."""
     if root.phase in ENDED:
         return ""

@@ -59,7 +59,8 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     named = section["engine"]
     params = specs.check("engine", named["name"], named["params"], "rollout.engine")
     weights = Path(doc["weights"]) if doc["weights"] else None
-    engine = ENGINES[named["name"]](doc["recipe"], Path(doc["files"]), weights, params)
+    make = specs.implementation("engine", named["name"], ENGINES)
+    engine = make(doc["recipe"], Path(doc["files"]), weights, params)
     store = BodyStore(client, keys, open_bodies(settings.bodies, job))
     weight_store = WeightStore(settings.weights(job), track)
     prefetch = Prefetch(lambda: connect(settings.redis_url), keys, weight_store, engine.load, agent)

@@ -145,7 +145,8 @@ def build(
     section, model = Train.model_validate(recipe["train"]), what.model_validate(recipe["model"])
     try:
         named = Component(name=recipe["algorithm"]["name"], params=recipe["algorithm"]["params"])
-        algorithm = ALGORITHMS[named.name](specs.check("algorithm", named.name, named.params, "algorithm"))
+        make = specs.implementation("algorithm", named.name, ALGORITHMS)
+        algorithm = make(specs.check("algorithm", named.name, named.params, "algorithm"))
         bundle, adapter = _model(doc, model, recipe["seed"], named.name, section.replay)
         placement = Placement.model_validate(recipe["placement"])
         backend = Backend(

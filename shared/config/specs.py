@@ -2,22 +2,24 @@
 
 A spec holds a component's pydantic parameters and declared flags, and no torch; the implementation of the same name lives in
 its service. Packages add their own through the entry-point group `unimesh.specs`: each entry point is a callable that returns
-a list of specs, and a spec of one's own scorer names its implementation by `entry_point`.
+a list of specs, and a spec of one's own scorer, engine or algorithm names its implementation by `entry_point`: what is called
+as the built-in ones are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
-from typing import Any, Literal
+from importlib import import_module, metadata
+from typing import Any, Literal, TypeVar
 
 import pydantic
 
 from shared.config import builtin
 from shared.config.problems import unknown, validated
 
+T = TypeVar("T")
 Kind = Literal["algorithm", "scorer", "engine", "source", "tracker", "family"]
 
 
@@ -60,6 +62,21 @@ def find(kind: Kind, name: str, at: str) -> Spec:
     if spec is None:
         raise unknown(at, name, names(kind), f"unknown {kind}")
     return spec
+
+
+def implementation(kind: Kind, name: str, known: Mapping[str, T]) -> T:
+    """What stands under the name among the known ones, or what the spec of an installed package points to, imported.
+
+    LookupError for a spec without either.
+    """
+    spec = find(kind, name, kind)
+    if spec.entry_point is None:
+        if name not in known:
+            raise LookupError(f"{kind} {name!r} has a spec but no implementation")
+        return known[name]
+    module, _, attribute = spec.entry_point.partition(":")
+    found: T = vars(import_module(module))[attribute]
+    return found
 
 
 def names(kind: Kind) -> list[str]:

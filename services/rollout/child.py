@@ -73,7 +73,12 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     handler.say = consumer.say
     gc.collect()
     gc.freeze()  # libraries and model: no collection need walk them again
-    signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
+
+    def stop(*_: object) -> None:
+        handler.suspend()
+        consumer.stop()
+
+    signal.signal(signal.SIGTERM, stop)
     consumer.run()
     handler.close()
 

@@ -22,7 +22,7 @@ from shared.wire import codec
 from shared.wire.bodies import BodyStore
 from shared.wire.envelope import Envelope, Need, PartHead, SliceHead, Span
 from shared.wire.errors import BodyLost
-from shared.wire.hops import Filled, Result, Work, ref_of
+from shared.wire.hops import Filled, Result, Suspended, Work, ref_of
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,10 @@ class RolloutHandler:
         self.queue.put(pairs)
         return [future for _, future in pairs]
 
+    def suspend(self) -> None:
+        """Told to stop: what the engine can hand back unfinished goes to others."""
+        self.engine.suspend()
+
     def close(self) -> None:
         self.closing.set()
         self.queue.put(None)
@@ -105,7 +109,7 @@ class RolloutHandler:
                         future.set_exception(error)
                     continue
                 for alone, some in groupby(good, lambda piece: piece[0].envelope.deterministic):
-                    self._start(list(some), alone)
+                    self._start(list(some), alone, alone or need.how == "exactly")
 
     def _next(self) -> list[Pair] | None:
         """Before it waits, the engine is asked what it makes of its weights."""
@@ -186,7 +190,7 @@ class RolloutHandler:
             future.set_exception(error)
             return None
 
-    def _start(self, pieces: Sequence[tuple[Work, Future[Result], Slice]], alone: bool) -> None:
+    def _start(self, pieces: Sequence[tuple[Work, Future[Result], Slice]], alone: bool, pinned: bool) -> None:
         started, clock = time.time(), time.monotonic()
 
         def done(outcomes: Sequence[tuple[int, Outcome]]) -> None:
@@ -198,14 +202,17 @@ class RolloutHandler:
                 else:
                     future.set_result(result)
 
-        self.engine.submit([samples for _, _, samples in pieces], done, alone)
+        self.engine.submit([samples for _, _, samples in pieces], done, alone, pinned)
 
-    def _result(self, outcome: Outcome, work: Work, own: Span) -> Filled | Exception:
+    def _result(self, outcome: Outcome, work: Work, own: Span) -> Filled | Suspended | Exception:
         if isinstance(outcome, Exception):
             return outcome
         adopted, self.adopted = self.adopted, []
+        spans = (*work.envelope.head.spans, *adopted, own)
+        if not all(sample.frontier.filled for sample in outcome):
+            return Suspended(spans, codec.encode_parts(outcome))
         try:
-            return filled(outcome, (*work.envelope.head.spans, *adopted, own))
+            return filled(outcome, spans)
         except ValueError as error:
             return error
 

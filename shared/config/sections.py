@@ -160,6 +160,9 @@ class Schedule(Section):
     """never: all groups of a batch, also those issued again, are of one version, which is kept until the batch has formed."""
     on_stale: Literal["drop_and_reissue", "wait"] = "drop_and_reissue"
     """wait: no batch forms that would make a group in flight too old; nothing is dropped, and the trainer may stand idle."""
+    interrupt: Literal["drain", "keep"] = "drain"
+    """When a rollout worker gets a new version, or has to stop. drain: it finishes what it has. keep: what it has goes on with
+    the new version from the next token on, each token's own version noted, or goes to another worker as far as it is."""
     filter: Literal["none", "zero_variance"] = "none"
     """zero_variance: a group of equal rewards teaches nothing; it is dropped, and the next prompt comes in its place."""
     max_backfill: int | None = Field(None, ge=0)

@@ -30,6 +30,8 @@ class Media(msgspec.Struct, frozen=True, tag="media", kw_only=True, eq=False):
     uri: str | None = None
 
 
+PARTIAL = "partial"
+"""Status of a row whose generation was suspended."""
 _COLUMNS = ("segment", "rewards", "advantages", "status", "output_version", "previews", "metadata")
 
 
@@ -53,7 +55,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
     advantages: Array | None = None
     """float32 [rows]; None: not computed."""
     status: tuple[str, ...] | None = None
-    """Per row ok, truncated or failed; None before generation."""
+    """Per row ok, truncated or failed, or partial while it is to be continued; None before generation."""
     output_version: Array | None = None
     """int64 [rows]: the oldest weights version that produced a token of the row; None for inputs."""
     previews: tuple[str, ...] | None = None
@@ -83,7 +85,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=Fal
 
     @property
     def filled(self) -> bool:
-        return self.generated and self.segment is not None
+        return self.generated and self.segment is not None and PARTIAL not in (self.status or ())
 
     @property
     def text(self) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from uuid import uuid4
 
 import msgspec
 
-from shared.wire.bodies import BodyStore
+from shared.wire.bodies import REDIS_LIMIT, BodyStore
 from shared.wire.codec import Buffer, pack, unpack
-from shared.wire.envelope import BodyRef, Envelope, ScoreHead, SliceHead, envelope_fields
+from shared.wire.envelope import BodyRef, Envelope, ScoreHead, SliceHead, Span, envelope_fields
 from shared.wire.errors import BodyLost
 from shared.wire.keys import GROUP, JobKeys
 from shared.wire.scripts import Entry, Scripts, Value, Write, hset, pack_writes, send
@@ -44,7 +44,16 @@ class Filled:
     """The filled Samples as a body."""
 
 
-Result = Filled | ScoreHead
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A rollout that goes on later, wherever: its message comes back to its own stage. Nobody has failed."""
+
+    spans: tuple[Span, ...]
+    parts: Sequence[Buffer]
+    """The Samples as far as they are filled."""
+
+
+Result = Filled | Suspended | ScoreHead
 
 
 class Handler(Protocol):
@@ -88,6 +97,19 @@ def hop_writes(keys: JobKeys, work: Work, filled: Filled, store: BodyStore) -> l
     stages = [f"reward.{scorer}" for scorer in envelope.scorers] if after == "reward" else [after]
     fields = envelope_fields(onward, small if small is not None and len(small) <= INLINE_LIMIT else None)
     return out + [send(keys, stage, envelope.gid, low, fields) for stage in stages]
+
+
+def back_writes(keys: JobKeys, stage: str, work: Work, suspended: Suspended, store: BodyStore) -> list[Write]:
+    """The message again, with what there is of its Samples."""
+    envelope = work.envelope
+    low, ref, body = envelope.slice[0], None, None
+    if sum(map(len, suspended.parts)) <= REDIS_LIMIT:
+        body = b"".join(suspended.parts)
+    else:
+        ref, _ = store.place(envelope.shelf, f"{envelope.gid}.{low}.{uuid4().hex[:8]}", suspended.parts)
+    head = msgspec.structs.replace(envelope.head, body=ref, spans=suspended.spans)
+    again = msgspec.structs.replace(envelope, head=head)
+    return [send(keys, stage, envelope.gid, low, envelope_fields(again, body)), Write("HINCRBY", keys.counts, ("suspended", 1))]
 
 
 def phase(kind: str, position: int, stage: str) -> str:
@@ -138,5 +160,9 @@ def commit(
         names, writes = pack_writes([*fixed, keys.group(envelope.gid), keys.inbox], extra)
         return Call("gather", names, [*argv, slot, pack(result), *writes])
     assert store is not None
-    names, writes = pack_writes(fixed, [*hop_writes(keys, work, result, store), *extra])
+    if isinstance(result, Suspended):
+        onward = back_writes(keys, stage, work, result, store)
+    else:
+        onward = hop_writes(keys, work, result, store)
+    names, writes = pack_writes(fixed, [*onward, *extra])
     return Call("commit", names, [*argv, *writes])

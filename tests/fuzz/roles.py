@@ -133,7 +133,7 @@ class NaiveConsumer(Consumer):
             if sum(k[:2] == b"s:" for k in slots) == int(all_fields.get(b"need", b"-1")):
                 self.client.xadd(keys.inbox, {"g": gid} | slots)
         else:
-            assert self.store is not None
+            assert self.store is not None and isinstance(result, Filled)
             self._write(hop_writes(keys, work, result, self.store))
         self._write(self.notes(work))
         self.client.xack(work.entry.stream, GROUP, work.entry.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,23 @@ def test_killed_while_rollouts_run_ahead(mesh: Mesh, model_folder: Path) -> None
         os.kill(victim(mesh, what), signal.SIGKILL)
     steps = check(mesh, job, 2)
     assert any(s["version_max"] > s["version_min"] for s in steps) or any(s["staleness_max"] for s in steps)
+
+
+def test_rollouts_go_on_with_new_weights_and_elsewhere(mesh: Mesh, model_folder: Path) -> None:
+    """A worker that is told to stop hands back what it has begun: nothing fails, nothing is drawn twice."""
+    schedule = {"max_staleness": 2, "interrupt": "keep", "per_worker_inflight": 2}
+    sampling = {"max_new_tokens": 96, "temperature": 1.0}
+    job = mesh.submit(document(model_folder, schedule=schedule, rollout__sampling=sampling))
+    suspended = 0
+    for number in range(8):
+        mesh.until(job, lambda view: view["step"] >= number)  # noqa: B023
+        os.kill(victim(mesh, "rollout-child"), signal.SIGTERM)
+        time.sleep(0.5)
+        suspended = mesh.get(f"/v1/jobs/{job}")["counts"].get("suspended", 0)
+        if suspended:
+            break
+    check(mesh, job, 2)
+    assert suspended and mesh.get(f"/v1/jobs/{job}")["dead_letters"] == 0
 
 
 @pytest.mark.parametrize(
@@ -113,6 +131,15 @@ def test_schedules_that_cannot_be(mesh: Mesh, model_folder: Path, schedule: dict
         ({"name": "ppo"}, ["ppo learns from more than how siblings differ"]),
     ],
 )
+def test_what_cannot_be_interrupted(mesh: Mesh, model_folder: Path) -> None:
+    given = document(model_folder, schedule={"max_staleness": 1, "interrupt": "keep"}, deterministic=True)
+    answer = mesh.http.post("/v1/jobs", json={"document": given, "dry_run": True})
+    assert answer.status_code == 422 and "schedule.interrupt" in answer.text and "drain" in answer.text
+    pictures = picture_document(model_folder, domain="async_diffusion", reward=LIGHT, steps=4, eval={})
+    answer = mesh.http.post("/v1/jobs", json={"document": pictures | {"schedule": {"max_staleness": 1, "interrupt": "keep"}}})
+    assert answer.status_code == 422 and "schedule.interrupt" in answer.text and "diffusers finishes" in answer.text
+
+
 def test_a_filter_that_would_throw_lessons_away(
     mesh: Mesh, model_folder: Path, algorithm: dict[str, Any], words: list[str]
 ) -> None:

@@ -64,6 +64,17 @@ def check_filter(recipe: Any) -> None:
         raise bad("schedule.filter", recipe.schedule.filter, f"{why}: groups of equal rewards teach something", "none")
 
 
+def check_interrupt(recipe: Any) -> None:
+    if recipe.schedule.interrupt == "drain":
+        return
+    engine = recipe.rollout.engine.name
+    if not specs.find("engine", engine, "rollout.engine.name").flags.get("interruptible"):
+        raise bad("schedule.interrupt", recipe.schedule.interrupt, f"{engine} finishes what it has begun", "drain")
+    if recipe.deterministic:
+        why = "a row that is continued is not the same to the last bit (deterministic)"
+        raise bad("schedule.interrupt", recipe.schedule.interrupt, why, "drain")
+
+
 def _backfill(schedule: Schedule, batch_size: int) -> int | None:
     if schedule.filter == "none":
         return None
@@ -85,6 +96,7 @@ def rolled_out(
     check_placement(recipe)
     check_window(recipe)
     check_filter(recipe)
+    check_interrupt(recipe)
     return Plan(
         domain=recipe.domain,
         steps=recipe.steps,

@@ -18,7 +18,7 @@ def transformers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) 
     bundle = load(files, weights, model.dtype, model.attention)
     if model.lora is not None:
         lora.inject(bundle.model, model.lora)
-    return TransformersEngine(placed(bundle), params)
+    return TransformersEngine(placed(bundle), params, recipe["schedule"].get("interrupt") == "keep")
 
 
 def diffusers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> Engine:

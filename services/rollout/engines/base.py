@@ -15,13 +15,14 @@ Done = Callable[[Sequence[tuple[int, Outcome]]], None]
 
 
 class Engine(Protocol):
-    def submit(self, slices: Sequence[Slice], done: Done, alone: bool = False) -> None:
-        """Fills the slices, in batches with whatever else was submitted.
+    def submit(self, slices: Sequence[Slice], done: Done, alone: bool = False, pinned: bool = True) -> None:
+        """Fills the slices, in batches with whatever else was submitted; goes on with those that are partly filled.
 
         Args:
             done: called from the engine's thread with (place in `slices`, filled slice or what went wrong) of those that have
                 ended, several at a time; once for each slice.
             alone: each slice is computed by itself, so that its result depends on it alone.
+            pinned: no other version of the weights may have a share in it.
         """
         ...
 
@@ -34,8 +35,12 @@ class Engine(Protocol):
         ...
 
     def adopt(self, track: str, version: int, loaded: Any) -> None:
-        """From now on computes with a version that `load` returned. Waits for what has been submitted. After an error it may
-        hold a mixture of two versions, until the next one is adopted."""
+        """From now on computes with a version that `load` returned. Waits for what has been submitted, or where it may, changes
+        between two tokens. After an error it may hold a mixture of two versions, until the next one is adopted."""
+        ...
+
+    def suspend(self) -> None:
+        """Hands back soon what it has, unfinished where it is; nothing more is submitted. An engine that cannot goes on."""
         ...
 
     def probe(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ class Item(NamedTuple):
     place: int
     """Among those submitted with it."""
     done: Done
+    pinned: bool = True
+    """To the version that it begins with."""
 
 
 class BatchingEngine:
@@ -34,7 +36,9 @@ class BatchingEngine:
         self.waiting: list[Item] = []
         self.progress = time.monotonic()
         self.quiet = threading.Condition()
-        self.running = 0
+        self.running = self.pinned = 0
+        """Slices in hand, and those of them that are pinned."""
+        self.suspending = False
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
@@ -46,10 +50,11 @@ class BatchingEngine:
         """Fills the batch's slices; `held.ended` takes each of them as soon as it is done."""
         raise NotImplementedError
 
-    def submit(self, slices: Sequence[Slice], done: Done, alone: bool = False) -> None:
+    def submit(self, slices: Sequence[Slice], done: Done, alone: bool = False, pinned: bool = True) -> None:
         with self.quiet:
             self.running += len(slices)
-        self.queue.put([Item(samples, alone, place, done) for place, samples in enumerate(slices)])
+            self.pinned += pinned * len(slices)
+        self.queue.put([Item(samples, alone, place, done, pinned) for place, samples in enumerate(slices)])
 
     def capacity(self) -> int:
         return self.max_rows
@@ -62,6 +67,9 @@ class BatchingEngine:
     def progressed(self) -> float:
         return self.progress
 
+    def suspend(self) -> None:
+        """What engines cannot interrupt, they finish."""
+
     def close(self) -> None:
         self.queue.put(None)
         self.thread.join(5)
@@ -72,12 +80,16 @@ class BatchingEngine:
             self.progress = time.monotonic()
             held = Held(batch)
             try:
-                self.generate(batch, held)
+                if self.suspending:
+                    held.rest(lambda place: batch[place].samples)
+                else:
+                    self.generate(batch, held)
                 held.hand_over()
             except Exception as error:  # the thread's outer loop: whatever a model raises belongs to these slices
                 held.failed(error)
             with self.quiet:
                 self.running -= len(batch)
+                self.pinned -= sum(item.pinned for item in batch)
                 self.quiet.notify_all()
 
     def _gather(self) -> list[Item] | None:
@@ -116,6 +128,11 @@ class Held:
     def ended(self, place: int, samples: Slice) -> None:
         self.since = self.since if self.done else time.monotonic()
         self.done.append((self.open.pop(place), samples))
+
+    def rest(self, made: Callable[[int], Slice]) -> None:
+        """All that is still open, as it is: by the places in the batch."""
+        for place in list(self.open):
+            self.ended(place, made(place))
 
     def maybe(self, now: float) -> None:
         """Hands over what has waited long enough."""

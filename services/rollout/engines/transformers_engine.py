@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,23 +15,29 @@ from services.rollout.engines.base import Slice
 from services.rollout.engines.batching import BatchingEngine, Held, Item, rows
 from shared.config.builtin import Engine as EngineParams
 from shared.models.ar.bundle import Bundle, assign
-from shared.models.ar.generate import Completion, generate
+from shared.models.ar.generate import PAUSED, Completion, generate
 from shared.models.ar.philox import sample_seed
 from shared.models.tensors import decode
 from shared.types.params import ARSamplingParams
-from shared.types.part import Text
+from shared.types.part import PARTIAL, Text
 from shared.types.sample import Sample
 from shared.types.segments import TextSegment
 from shared.wire.codec import Buffer
 
 State = dict[str, Tensor]
 PROBE_TOKENS = 12
+STATUS = {"stop": "ok", "length": "truncated", PAUSED: PARTIAL}
 
 
 class TransformersEngine(BatchingEngine):
-    def __init__(self, bundle: Bundle, params: EngineParams) -> None:
-        self.bundle, self.params = bundle, params
+    def __init__(self, bundle: Bundle, params: EngineParams, keep: bool = False) -> None:
+        """`keep`: a new version is adopted between two tokens of what is being generated, which goes on with it."""
+        self.bundle, self.params, self.keep = bundle, params, keep
         self.version = -1
+        self.pending: tuple[int, State] | None = None
+        """A version that the engine's thread is to adopt."""
+        self.error: Exception | None = None
+        """What went wrong with it."""
         super().__init__(params.max_batch_rows, params.batch_wait_ms)
 
     def load(self, files: Sequence[tuple[str, Buffer]]) -> State:
@@ -38,9 +45,33 @@ class TransformersEngine(BatchingEngine):
         return {name: value for tensors in found for name, value in tensors.items()}
 
     def adopt(self, track: str, version: int, loaded: State) -> None:
-        self.wait_until_idle()
-        assign(self.bundle.model, loaded)
-        self.version = version
+        with self.quiet:
+            if self.keep and self.running and not self.pinned:
+                self.pending = (version, loaded)
+                self.quiet.wait_for(lambda: self.pending is None or not self.running)
+            else:
+                self.quiet.wait_for(lambda: not self.running)
+                self.pending = (version, loaded)
+            self._change()
+            if (error := self.error) is not None:
+                self.error = None
+                raise error
+
+    def suspend(self) -> None:
+        self.suspending = self.keep
+
+    def _change(self) -> None:
+        """Adopts the version that waits, if one does. Under the lock of `quiet`."""
+        if self.pending is None:
+            return
+        version, loaded = self.pending
+        try:
+            assign(self.bundle.model, loaded)
+            self.version = version
+        except Exception as error:  # the thread that asked for it raises it
+            self.error = error
+        self.pending = None
+        self.quiet.notify_all()
 
     @torch.no_grad()
     def probe(self) -> float | None:
@@ -76,18 +107,17 @@ class TransformersEngine(BatchingEngine):
         owner = [place for place, item in enumerate(batch) for s in item.samples for _ in s.frontier.sample_ids]
         first = [owner.index(place) for place in range(len(batch))]
         missing = [rows(item.samples) for item in batch]
-        completions: dict[int, Completion] = {}
+        made = [completion for sample in samples for completion in _begun(sample)]
+
+        def filled(place: int) -> Slice:
+            own = iter(made[first[place] :])
+            return [self._fill(s, [next(own) for _ in s.frontier.sample_ids]) for s in batch[place].samples]
 
         def ended(row: int, completion: Completion) -> None:
-            completions[row] = completion
             place = owner[row]
             missing[place] -= 1
             if not missing[place]:
-                own = iter(range(first[place], len(owner)))
-                held.ended(
-                    place,
-                    [self._fill(s, [completions[next(own)] for _ in s.frontier.sample_ids]) for s in batch[place].samples],
-                )
+                held.ended(place, filled(place))
 
         params = samples[0].frontier.sampling_params
         if not isinstance(params, ARSamplingParams):
@@ -109,7 +139,29 @@ class TransformersEngine(BatchingEngine):
             self.progress = time.monotonic()
             held.maybe(self.progress)
 
-        generate(self.bundle, tokens, places, seeds, params, tick, ended)
+        def pause() -> bool:
+            return self.suspending or self.pending is not None
+
+        todo = list(range(len(made)))
+        for row, completion in enumerate(made):
+            if completion.finish in ("stop", "length") and completion.tokens:
+                todo.remove(row)
+                ended(row, completion)
+        while todo:
+            for row in todo:
+                _span(made[row], self.version)
+            some = [made[row] for row in todo]
+            prompts_of, seeds_of = [places[row] for row in todo], [seeds[row] for row in todo]
+            tell = lambda place, completion, rows=tuple(todo): ended(rows[place], completion)  # noqa: E731
+            generate(self.bundle, tokens, prompts_of, seeds_of, params, tick, tell, some, pause)
+            todo = [row for row in todo if made[row].finish == PAUSED]
+            if self.suspending:
+                held.rest(filled)
+                return
+            with self.quiet:
+                self._change()
+                if self.error is not None:
+                    raise self.error
 
     def _fill(self, sample: Sample, completions: list[Completion]) -> Sample:
         texts = self.bundle.tokenizer.decode_batch([c.tokens for c in completions], skip_special_tokens=True)
@@ -118,13 +170,36 @@ class TransformersEngine(BatchingEngine):
             lengths=np.asarray([len(c.tokens) for c in completions], np.int32),
             log_probs=np.asarray([p for c in completions for p in c.log_probs], np.float32),
             finish_reasons=tuple(c.finish for c in completions),
+            version_spans=tuple(tuple(c.spans) for c in completions) if any(len(c.spans) > 1 for c in completions) else None,
         )
         return sample.fill(
             segment,
             primitives={"text": tuple(map(Text, texts))},
-            status=tuple("ok" if c.finish == "stop" else "truncated" for c in completions),
-            output_version=np.full(len(completions), self.version, np.int64),
+            status=tuple(STATUS[c.finish] for c in completions),
+            output_version=np.asarray([min(version for _, version in c.spans) for c in completions], np.int64),
         )
+
+
+def _begun(sample: Sample) -> list[Completion]:
+    """What there is of each row: nothing yet, or what another turn made."""
+    part = sample.frontier
+    if part.segment is None:
+        return [Completion() for _ in part.sample_ids]
+    segment, found = part.text_segment, []
+    assert segment.log_probs is not None and segment.finish_reasons is not None and part.output_version is not None
+    for row, (low, high) in enumerate(itertools.pairwise(segment.offsets().tolist())):
+        versions = ((0, int(part.output_version[row])),) if segment.version_spans is None else segment.version_spans[row]
+        tokens, log_probs = segment.tokens[low:high].tolist(), segment.log_probs[low:high].tolist()
+        found.append(Completion(tokens, log_probs, segment.finish_reasons[row], list(versions)))
+    return found
+
+
+def _span(completion: Completion, version: int) -> None:
+    """From here on its tokens are of this version."""
+    if completion.spans and completion.spans[-1][0] == len(completion.tokens):
+        completion.spans.pop()  # it made none
+    if not completion.spans or completion.spans[-1][1] != version:
+        completion.spans.append((len(completion.tokens), version))
 
 
 def _length(samples: Slice) -> int:

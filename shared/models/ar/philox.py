@@ -28,10 +28,10 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     return c0, c1, c2, c3
 
 
-def uniform(seeds: Words, index: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """float64 [rows] in [0, 1) with 53 random bits: draw number `index` of each seed."""
-    zero = np.zeros_like(seeds)
-    counter = (zero + np.uint64(index & 0xFFFFFFFF), zero + np.uint64(index >> 32), zero, zero)
+def uniform(seeds: Words, index: int | Words) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """float64 [rows] in [0, 1) with 53 random bits: draw number `index` (one for all, or one a row) of each seed."""
+    zero, number = np.zeros_like(seeds), np.asarray(index, np.uint64)
+    counter = (zero + (number & _LOW), zero + (number >> _HALF), zero, zero)
     high, low, _, _ = philox(counter, (seeds & _LOW, seeds >> _HALF))
     bits = ((high << _HALF) | low) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

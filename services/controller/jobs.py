@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -375,4 +376,10 @@ def phase_of(client: Any, job: str) -> Phase:
 
 def load_doc(client: Any, job: str) -> JobDoc | None:
     packed = client.get(JobKeys(job).doc)
-    return None if packed is None else unpack(packed, JobDoc)
+    return None if packed is None else _decoded(packed)
+
+
+@lru_cache(64)
+def _decoded(packed: bytes) -> JobDoc:
+    """Asked for again and again, and never changed."""
+    return unpack(packed, JobDoc)

@@ -75,13 +75,14 @@ def demand(step: Transition) -> tuple[int | None, dict[str, Need]]:
 
 
 def batch(step: Transition) -> list[Group]:
-    """The groups of the next batch in the order of the data, first come first; none while some are missing."""
+    """The groups of the next batch: of those that are complete the first in the order of the data, which are the oldest; none
+    while some are missing."""
     plan, root = step.plan, step.root
     ready = [g for g in complete(step.groups) if g.gid not in step.new and g.cohort in (None, root.formed)]
     if len(ready) < plan.batch_size or root.batches >= plan.steps:
         return []
     if not plan.waits_for_old:
-        chosen = sorted(ready, key=lambda g: g.order)[: plan.batch_size]
+        chosen = sorted(ready, key=lambda g: (g.draw, g.issue))[: plan.batch_size]
     else:  # those that keep for the shortest time first
         keeps = {g.gid: admission.keeps(plan, root, g) for g in step.groups.values() if g.kind == "train"}
         chosen = sorted(ready, key=lambda g: (keeps[g.gid], g.order))[: plan.batch_size]

@@ -30,7 +30,7 @@ endif
 	$(BIN)/unimesh demo --seed $(SEED) --domain $(DOMAIN) --model $(MODEL)
 
 test: setup .venv/.extras
-	$(BIN)/python -m pytest tests -m "not soak and not compose" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests -m "not soak and not compose" -n 2 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5
 
 soak: setup .venv/.extras
 	$(BIN)/python -m pytest tests -m soak --timeout 3600

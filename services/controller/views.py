@@ -52,6 +52,7 @@ def job_view(client: Any, doc: JobDoc) -> dict[str, Any]:
         "rates": rates(steps, root),
         "last": steps[-1] if steps else None,
         "waits_for": waits_for(doc.plan, root, groups),
+        "log": {"bytes": root.log_bytes, "budget": doc.plan.log_budget},
         "services": services,
         "bottleneck": busy.bottleneck(services),
         "unfilled": unfilled.decode() if unfilled and root.phase not in ENDED else "",

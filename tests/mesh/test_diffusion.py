@@ -107,6 +107,28 @@ def test_it_runs_through_all_services(mesh: Mesh, pictures: Path, changes: dict[
         check_pictures(mesh, job, view)
 
 
+def test_the_log_retains_no_more_trajectories_than_it_may(mesh: Mesh, pictures: Path) -> None:
+    """A batch fills more than half of what the log may retain: without checkpoints of the recipe's own, those that room needs
+    are made, and nothing waits for ever."""
+    given = document(pictures, steps=50, eval={}, train__checkpoint_every=0)
+    job = mesh.submit(given)
+    view = mesh.until(job, lambda view: view["step"] >= 2)
+    assert 0 < view["log"]["bytes"] < view["log"]["budget"] == 1 << 30
+    batch = int(view["log"]["bytes"] / view["step"] / 2)  # at most one more batch than those that are trained is named
+    assert mesh.http.post(f"/v1/jobs/{job}/cancel").status_code == 202
+    given["train"]["log_budget_mb"] = 3 * batch / 2**20
+    given["steps"] = 8
+    job = mesh.submit(given)
+    held: list[int] = []
+
+    def watched(view: dict[str, Any]) -> bool:
+        held.append(view["log"]["bytes"])
+        return bool(view["state"] == "done")
+
+    view = mesh.until(job, watched)
+    assert view["step"] == 8 and view["ledger"]["trained"] == 8 * BATCH and 0 < max(held) <= 6 * batch
+
+
 def check_pictures(mesh: Mesh, job: str, view: dict[str, Any]) -> None:
     """People see what was rewarded: in full while its message is there, then a preview; and records of evaluations."""
 

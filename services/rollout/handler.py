@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LEFT_BEHIND_S = 10.0
 """A shared folder may show an older version later than a newer one, but not so late."""
 POLL_S = 0.05
+KEPT_SPANS = 16
+"""Of a message that is suspended again and again: heads have a limit."""
 ALIKE = 3
 """So many changes of version in a row must not leave the probe's answer as it is."""
 Pair = tuple[Work, "Future[Result]"]
@@ -36,6 +38,10 @@ Pair = tuple[Work, "Future[Result]"]
 
 class VersionMissing(RuntimeError):
     """The weights that a message needs did not appear in the store."""
+
+
+class Leaving(Exception):
+    """The worker is to stop: what has not begun goes back."""
 
 
 class RolloutHandler:
@@ -59,7 +65,7 @@ class RolloutHandler:
         self.track, self.worker, self.patience_s, self.most = track, worker, patience_s, most
         self.adopted: list[Span] = []
         """Adoptions that no result has told of yet."""
-        self.closing = threading.Event()
+        self.closing, self.suspending = threading.Event(), threading.Event()
         self.held: tuple[int, int] | None = None
         """(incarnation, version) that the engine has; None while that is not certain: then the next one is loaded in full."""
         self.probed: tuple[tuple[int, int], str, float] | None = None
@@ -88,6 +94,8 @@ class RolloutHandler:
     def suspend(self) -> None:
         """Told to stop: what the engine can hand back unfinished goes to others."""
         self.engine.suspend()
+        if self.engine.suspending:
+            self.suspending.set()
 
     def close(self) -> None:
         self.closing.set()
@@ -103,7 +111,13 @@ class RolloutHandler:
                 opened = [(work, future, self._open(work, future)) for work, future in same]
                 good = [(work, future, samples) for work, future, samples in opened if samples is not None]
                 try:
+                    if self.suspending.is_set():
+                        raise Leaving
                     self._adopt(incarnation, need, [work for work, _, _ in good])
+                except Leaving:
+                    for work, future, samples in good:
+                        future.set_result(Suspended(work.envelope.head.spans, codec.encode_parts(samples)))
+                    continue
                 except Exception as error:  # the thread's outer loop: the version is missing, damaged or does not fit
                     for _, future, _ in good:
                         future.set_exception(error)
@@ -177,6 +191,8 @@ class RolloutHandler:
             if (waited := time.monotonic() - began) > (LEFT_BEHIND_S if left_behind else self.patience_s):
                 why = f"the store has {newest}" if left_behind else f"did not appear within {waited:.0f} s"
                 raise VersionMissing(f"version {need.version} of {self.track}: {why}")
+            if self.suspending.is_set():
+                raise Leaving
             if self.closing.is_set() or all(work.cancelled.is_set() for work in works):
                 raise VersionMissing(f"nobody waits for version {need.version} of {self.track} any more")
             self.progress = time.monotonic()
@@ -210,7 +226,8 @@ class RolloutHandler:
         adopted, self.adopted = self.adopted, []
         spans = (*work.envelope.head.spans, *adopted, own)
         if not all(sample.frontier.filled for sample in outcome):
-            return Suspended(spans, codec.encode_parts(outcome))
+            begun = any(sample.frontier.segment is not None for sample in outcome)
+            return Suspended(spans[-KEPT_SPANS:] if begun else work.envelope.head.spans, codec.encode_parts(outcome))
         try:
             return filled(outcome, spans)
         except ValueError as error:

@@ -124,13 +124,6 @@ def test_schedules_that_cannot_be(mesh: Mesh, model_folder: Path, schedule: dict
     assert answer.status_code == 422 and all(word in answer.text for word in words), answer.text
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "words"),
-    [
-        ({"name": "grpo", "params": {"clip_range": 0.2}, "advantage": {"scope": "global"}}, ["compared with other groups"]),
-        ({"name": "ppo"}, ["ppo learns from more than how siblings differ"]),
-    ],
-)
 def test_what_cannot_be_interrupted(mesh: Mesh, model_folder: Path) -> None:
     given = document(model_folder, schedule={"max_staleness": 1, "interrupt": "keep"}, deterministic=True)
     answer = mesh.http.post("/v1/jobs", json={"document": given, "dry_run": True})
@@ -140,6 +133,13 @@ def test_what_cannot_be_interrupted(mesh: Mesh, model_folder: Path) -> None:
     assert answer.status_code == 422 and "schedule.interrupt" in answer.text and "diffusers finishes" in answer.text
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"name": "grpo", "params": {"clip_range": 0.2}, "advantage": {"scope": "global"}}, ["compared with other groups"]),
+        ({"name": "ppo"}, ["ppo learns from more than how siblings differ"]),
+    ],
+)
 def test_a_filter_that_would_throw_lessons_away(
     mesh: Mesh, model_folder: Path, algorithm: dict[str, Any], words: list[str]
 ) -> None:

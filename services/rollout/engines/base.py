@@ -39,6 +39,9 @@ class Engine(Protocol):
         between two tokens. After an error it may hold a mixture of two versions, until the next one is adopted."""
         ...
 
+    suspending: bool
+    """Whether it was told to, and can."""
+
     def suspend(self) -> None:
         """Hands back soon what it has, unfinished where it is; nothing more is submitted. An engine that cannot goes on."""
         ...

@@ -37,7 +37,7 @@ class TransformersEngine(BatchingEngine):
         self.pending: tuple[int, State] | None = None
         """A version that the engine's thread is to adopt."""
         self.error: Exception | None = None
-        """What went wrong with it."""
+        """What went wrong with it: the weights are a mixture until another version is adopted."""
         super().__init__(params.max_batch_rows, params.batch_wait_ms)
 
     def load(self, files: Sequence[tuple[str, Buffer]]) -> State:
@@ -46,16 +46,15 @@ class TransformersEngine(BatchingEngine):
 
     def adopt(self, track: str, version: int, loaded: State) -> None:
         with self.quiet:
-            if self.keep and self.running and not self.pinned:
+            if self.keep and self.running and not self.pinned and version > self.version:  # no row goes back
                 self.pending = (version, loaded)
                 self.quiet.wait_for(lambda: self.pending is None or not self.running)
             else:
                 self.quiet.wait_for(lambda: not self.running)
                 self.pending = (version, loaded)
             self._change()
-            if (error := self.error) is not None:
-                self.error = None
-                raise error
+            if self.error is not None:
+                raise self.error
 
     def suspend(self) -> None:
         self.suspending = self.keep
@@ -65,6 +64,7 @@ class TransformersEngine(BatchingEngine):
         if self.pending is None:
             return
         version, loaded = self.pending
+        self.error = None
         try:
             assign(self.bundle.model, loaded)
             self.version = version
@@ -103,6 +103,8 @@ class TransformersEngine(BatchingEngine):
 
     def generate(self, batch: list[Item], held: Held) -> None:
         """Slices go out soon after their rows have ended: their rewards are computed while others are still generated."""
+        if self.error is not None:
+            raise self.error
         samples = [sample for item in batch for sample in item.samples]
         owner = [place for place, item in enumerate(batch) for s in item.samples for _ in s.frontier.sample_ids]
         first = [owner.index(place) for place in range(len(batch))]
@@ -203,8 +205,13 @@ def _span(completion: Completion, version: int) -> None:
 
 
 def _length(samples: Slice) -> int:
-    """Longest prompt, by its Parts' tokens."""
-    return max(int(s.parts[0].text_segment.lengths.max()) for s in samples)
+    """Longest prompt, by its Parts' tokens, and what there is of its completions."""
+    return max(int(s.parts[0].text_segment.lengths.max()) + _drawn(s) for s in samples)
+
+
+def _drawn(sample: Sample) -> int:
+    segment = sample.frontier.segment
+    return int(segment.lengths.max()) if isinstance(segment, TextSegment) and len(segment) else 0
 
 
 def _batch_key(samples: Slice) -> object:

@@ -152,7 +152,7 @@ class Mesh:
             self.docs[job] = doc
             waited = (time.time() - doc.created) // AGING_S if phase == "starting" else 0
             places = places_of(doc, scaled(self.client, doc))
-            found.append((-waited - max(place.priority for place in places), doc.created, places))
+            found.append((-waited - places[0].priority, doc.created, places))
         return [place for _, _, places in sorted(found, key=lambda entry: entry[:2]) for place in places]
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.controller.assignment import Wanted, assign, unserved
+from services.controller.jobs import create, prepare
+from services.controller.mesh import Mesh
 from shared.agent.registry import Assignment, Worker
+from shared.config.settings import Settings
+from shared.wire.client import connect
+from tests.conftest import recipe
 
 
 def worker(name: str, service: str = "rollout", since: float = 0, state: str = "idle") -> Worker:
@@ -142,3 +149,13 @@ def test_a_scorer_that_nobody_serves_is_named() -> None:
         "a": "scorer main: no reward agent serves math_verify (UNIMESH_SCORERS)",
     }
     assert set(unserved([], places)) == {"a", "b"}
+
+
+def test_jobs_come_by_their_priority_also_a_negative_one(settings: Settings, model_folder: Path, client: Any) -> None:
+    """And then by age: the scorers' places, which nobody is assigned to, say nothing of it."""
+    wanted = {name: {"priority": priority} for name, priority in (("late", -50), ("first", 0), ("second", 0), ("urgent", 7))}
+    for name, placement in wanted.items():
+        create(client, prepare(recipe(model_folder, name=name, placement=placement), settings))
+    mesh = Mesh(lambda: connect(settings.redis_url), settings)
+    order = [mesh.docs[place.job].recipe["name"] for place in mesh.wanted() if place.role == "trainer"]
+    assert order == ["urgent", "first", "second", "late"]

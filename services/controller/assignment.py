@@ -110,10 +110,9 @@ def in_turn(wanted: Sequence[Wanted], workers: Sequence[Worker]) -> list[Place]:
     it: those of a higher priority first, equal ones in turn.
     """
     most = {role: sum(w.service == role for w in workers) for role in ("trainer", "rollout", "reward")}
-    ordered = list(enumerate(wanted))
     places = [
         (Place(w, number), index)
-        for index, w in ordered
+        for index, w in enumerate(wanted)
         for number in range(max(1, most[w.role]) if w.count is None else w.count)
     ]
 

@@ -37,7 +37,7 @@ from shared.types.params import ARSamplingParams, DiffusionSamplingParams
 from shared.types.part import Part
 from shared.types.sample import Sample
 from shared.wire import codec
-from shared.wire.bodies import REDIS_LIMIT, BodyStore
+from shared.wire.bodies import BodyStore
 from shared.wire.codec import pack
 from shared.wire.envelope import Envelope, GroupNote, LogEntry, PartHead, SliceHead, Span, TrainSlice, envelope_fields
 from shared.wire.errors import BodyLost, WireError
@@ -203,11 +203,7 @@ class Writer:
     def _message(
         self, group: Group, incarnation: int, frontier: Part, span: tuple[int, int], parts: list[codec.Buffer]
     ) -> Write:
-        ref = body = None
-        if sum(map(len, parts)) <= REDIS_LIMIT:
-            body = b"".join(parts)
-        else:
-            ref, _ = self.store.place(group.shelf, f"{group.gid}.{span[0]}.{uuid4().hex[:8]}", parts)
+        ref, body = self.store.enclose(group.shelf, f"{group.gid}.{span[0]}.{uuid4().hex[:8]}", parts)
         params = frontier.sampling_params
         most = params.max_new_tokens if isinstance(params, ARSamplingParams) else 0
         head = PartHead(ids=frontier.sample_ids, track=frontier.track or "", max_new_tokens=most)

@@ -7,8 +7,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -55,10 +56,21 @@ BATCH = 64
 """Most events of one commit."""
 BLOCK_MS = 500
 COMPUTING = threading.Lock()
-"""Jobs compute one after the other, which costs nothing where threads share an interpreter: answers to requests wait for one of
-them at most, not for as many as there are jobs."""
+PATIENCE_S = 0.2
 GATHER_S = 0.0003
 """Results that come within so long are committed together, unless a batch is complete."""
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Jobs compute one after the other, which costs nothing where threads share an interpreter: answers to requests wait for
+    one of them, not for as many as there are jobs. One that reads slowly meanwhile (a data source, a disk) holds nobody up."""
+    mine = COMPUTING.acquire(timeout=PATIENCE_S)
+    try:
+        yield
+    finally:
+        if mine:
+            COMPUTING.release()
 
 
 class Runner:
@@ -129,6 +141,7 @@ class Runner:
         """Under the lease: from the durable state on, until a commit is refused (False) or the job has ended (True)."""
         revision, state = self._load()
         self.pins.forget()
+        self.gone = []
         ensure_group(self.client, self.keys.inbox)
         waiting = list(self.scripts.claim(self.keys.inbox, self.token, 0, 1000))
         while not self.stopping.is_set():
@@ -137,7 +150,7 @@ class Runner:
                 self.sweeper.submit(self.backend.remove)
                 return True
             if not waiting:
-                with COMPUTING:
+                with in_turn():
                     self.writer.prepare(state)
                 waiting = self._read(missing(self.job.doc.plan, state))
             entries, waiting = waiting[:BATCH], waiting[BATCH:]
@@ -189,7 +202,7 @@ class Runner:
     def _step(self, revision: str, state: State, entries: Sequence[Entry]) -> tuple[str, State] | None:
         """One commit. None: it was refused, or the lease is gone; start again from the durable state."""
         now, clock = time.time(), time.monotonic()
-        with COMPUTING:
+        with in_turn():
             after, commands = self._advance(state, self._events(entries), now, uuid4().hex[:12])
         if any(isinstance(c, Restore) for c in commands):
             restored(self, state, next(c for c in commands if isinstance(c, Restore)), [e.id for e in entries], revision)
@@ -199,7 +212,7 @@ class Runner:
             return (revision, state) if self._extended() and self._current(revision) else None
         if any(isinstance(c, Covered) for c in commands):
             self.recorder.flush()
-        with COMPUTING:
+        with in_turn():
             writes = self.writer.writes(state, after, commands)
         for seq, nbytes in self.writer.retained:
             after = State(retained(after.root, seq, nbytes), after.groups)

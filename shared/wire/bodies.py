@@ -150,6 +150,12 @@ class BodyStore:
             return BodyRef(uri=f"redis:{shelf}/{name}", nbytes=size), b"".join(parts)
         return self.backend.put(shelf, name, parts), None
 
+    def enclose(self, shelf: int, name: str, parts: Sequence[Buffer]) -> tuple[BodyRef | None, bytes | None]:
+        """For a message that may carry its body itself: the bytes if they are few, else a reference to what is written now."""
+        if sum(map(len, parts)) <= REDIS_LIMIT:
+            return None, b"".join(parts)
+        return self.backend.put(shelf, name, parts), None
+
     @staticmethod
     def in_redis(ref: BodyRef) -> bool:
         """Whether only who talks to Redis can load it."""

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import msgspec
 
-from shared.wire.bodies import REDIS_LIMIT, BodyStore
+from shared.wire.bodies import BodyStore
 from shared.wire.codec import Buffer, pack, unpack
 from shared.wire.envelope import BodyRef, Envelope, ScoreHead, SliceHead, Span, envelope_fields
 from shared.wire.errors import BodyLost
@@ -102,11 +102,8 @@ def hop_writes(keys: JobKeys, work: Work, filled: Filled, store: BodyStore) -> l
 def back_writes(keys: JobKeys, stage: str, work: Work, suspended: Suspended, store: BodyStore) -> list[Write]:
     """The message again, with what there is of its Samples."""
     envelope = work.envelope
-    low, ref, body = envelope.slice[0], None, None
-    if sum(map(len, suspended.parts)) <= REDIS_LIMIT:
-        body = b"".join(suspended.parts)
-    else:
-        ref, _ = store.place(envelope.shelf, f"{envelope.gid}.{low}.{uuid4().hex[:8]}", suspended.parts)
+    low = envelope.slice[0]
+    ref, body = store.enclose(envelope.shelf, f"{envelope.gid}.{low}.{uuid4().hex[:8]}", suspended.parts)
     head = msgspec.structs.replace(envelope.head, body=ref, spans=suspended.spans)
     again = msgspec.structs.replace(envelope, head=head)
     return [send(keys, stage, envelope.gid, low, envelope_fields(again, body)), Write("HINCRBY", keys.counts, ("suspended", 1))]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import groupby
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from services.rollout.engines.base import Engine, Outcome, Slice
 from services.rollout.prefetch import Prefetch
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LEFT_BEHIND_S = 10.0
 """A shared folder may show an older version later than a newer one, but not so late."""
 POLL_S = 0.05
+QUIET_S, OVERDUE_S = 0.25, 10.0
+"""The probe runs when nothing has come for so long; after the second time without one, in the first gap of POLL_S."""
 KEPT_SPANS = 16
 """Of a message that is suspended again and again: heads have a limit."""
 ALIKE = 3
@@ -70,6 +72,7 @@ class RolloutHandler:
         """(incarnation, version) that the engine has; None while that is not certain: then the next one is loaded in full."""
         self.probed: tuple[tuple[int, int], str, float] | None = None
         """A version that the engine was asked about when it had nothing to do: the digest of its bytes, and the answer."""
+        self.probed_at = 0.0
         self.alike, self.alarmed = 0, False
         """Versions in a row that should have answered otherwise; whether equal ones that did were told of."""
         self.say: Callable[[str], None] = log.warning
@@ -126,15 +129,18 @@ class RolloutHandler:
                     self._start(list(some), alone, alone or need.how == "exactly")
 
     def _next(self) -> list[Pair] | None:
-        """Before it waits, the engine is asked what it makes of its weights."""
-        while self.queue.empty() and self.held is not None and (self.probed is None or self.probed[0] != self.held):
-            if not self._probe(self.held):
-                time.sleep(POLL_S)
+        """In a gap between messages the engine is asked what it makes of weights that it was not asked about yet."""
+        while self.held is not None and (self.probed is None or self.probed[0] != self.held):
+            overdue = time.monotonic() - self.probed_at > OVERDUE_S
+            try:
+                return self.queue.get(timeout=POLL_S if overdue else QUIET_S)
+            except Empty:
+                self._probe(self.held)
         return self.queue.get()
 
-    def _probe(self, held: tuple[int, int]) -> bool:
+    def _probe(self, held: tuple[int, int]) -> None:
         """Other bytes must make another answer in the end, and the same ones the same: else the engine does not take them.
-        False while it has other work."""
+        Not while it has other work."""
         try:
             digest = self.weights.digest(*held)
             found = self.engine.probe()
@@ -142,10 +148,10 @@ class RolloutHandler:
             log.info("version %d is not probed: %s", held[1], error)
             found, digest = math.nan, ""
         if found is None:
-            return False
-        before, self.probed = self.probed, (held, digest, found)
+            return
+        before, self.probed, self.probed_at = self.probed, (held, digest, found), time.monotonic()
         if before is None or not digest or not before[1]:
-            return True
+            return
         same = math.isclose(before[2], found, rel_tol=1e-9)
         self.alike = self.alike + 1 if same and before[1] != digest else 0
         if self.alike == ALIKE:  # one step of a warm-up may move so little that no answer shows it
@@ -155,7 +161,6 @@ class RolloutHandler:
             self.alarmed = True
             what = f"version {held[1]} has the same bytes as {before[0][1]}, but gives another answer to a fixed text"
             self.say(f"{self.worker}: {what}")
-        return True
 
     def _need(self, envelope: Envelope) -> tuple[int, Need]:
         return envelope.incarnation, envelope.needs[self.track]

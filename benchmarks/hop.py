@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.codec import timed
 from benchmarks.report import Row, publish
 from shared.wire.client import connect
-from shared.wire.hops import meta_fields, phase
+from shared.wire.hops import Commit, meta_fields, phase, send_all
 from shared.wire.keys import GROUP, JobKeys
-from shared.wire.scripts import Scripts, ensure_group, pack_writes, send
+from shared.wire.scripts import Entry, Scripts, ensure_group, send
 from shared.wire.server import RedisServer
 
 ROUNDS = 600
@@ -53,9 +53,8 @@ def measure(client: Any) -> list[Row]:
             pipe.execute()
 
     def hop(entry_id: bytes) -> None:
-        fixed = [source, keys.meta, keys.open, keys.counts]
-        names, argv = pack_writes(fixed, [send(keys, stage, "g#0", 0, {"g": "g#0", "s": "0", "h": HEAD})])
-        scripts.run("commit", names, GROUP, "me", entry_id, PHASE, 1, "g#0", *argv)
+        writes = [send(keys, stage, "g#0", 0, {"g": "g#0", "s": "0", "h": HEAD})]
+        send_all(scripts, keys, "me", [Commit(Entry(source, entry_id.decode(), {}), (PHASE, 1, "g#0"), writes)])
 
     times: dict[str, list[float]] = {"bare": [], "hop": []}
     for _ in range(ROUNDS):

@@ -23,14 +23,14 @@ from shared.wire.client import AWAY, BLOCK_MS, answered
 from shared.wire.codec import pack
 from shared.wire.envelope import Dead, Failure
 from shared.wire.errors import Fatal, Poison, WireError
-from shared.wire.hops import Call, Handler, Result, Work, commit, read_work
+from shared.wire.hops import Commit, Handler, Result, Work, commit, read_work, send_all
 from shared.wire.keys import GROUP, JobKeys
 from shared.wire.scripts import Entry, Scripts, Write, ensure_group, no_group, text
 
 log = logging.getLogger(__name__)
 
-PIPELINE = 32
-"""Commits sent in one round trip."""
+TOGETHER = 32
+"""Commits in one script."""
 GATHER_S = 0.0003
 """The first of several messages wakes a blocked read; after so long the others are there too, and are worked on together."""
 
@@ -177,34 +177,31 @@ class Consumer:
         for work, future in works:
             if (error := future.exception()) is not None:
                 self._failed(work, error)
-        for low in range(0, len(good), PIPELINE):  # in pieces: the next stage starts on the first while others are packed
-            self._commit_all(good[low : low + PIPELINE])
+        for low in range(0, len(good), TOGETHER):  # in pieces: the next stage starts on the first while others are packed
+            self._commit_all(good[low : low + TOGETHER])
         for future in done:
             self.in_hand.pop(future)
 
     def _commit_all(self, good: Sequence[tuple[Work, Result]]) -> None:
-        calls = [self._made(work, result) for work, result in good]
+        self._send([(work, self._made(work, result)) for work, result in good])
 
-        def send() -> list[Any]:
-            with self.client.pipeline(transaction=False) as pipe:
-                for call in calls:
-                    call.run(self.scripts, pipe)
-                return list(pipe.execute(raise_on_error=False))
+    def _send(self, made: Sequence[tuple[Work, Commit]]) -> None:
+        try:
+            answers = answered(lambda: send_all(self.scripts, self.keys, self.name, [commit for _, commit in made]))
+        except redis.ResponseError as error:
+            if len(made) == 1:
+                self._failed(made[0][0], error)
+                return
+            for one in made:  # the others are not to suffer for it
+                self._send([one])
+            return
+        for answer in answers:
+            self._count(answer)
 
-        answers = answered(send)
-        if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
-            self.scripts.load()
-            answers = answered(send)  # what did take effect answers LOST now, which changes nothing
-        for (work, _), answer in zip(good, answers, strict=True):
-            if isinstance(answer, redis.RedisError):
-                self._failed(work, answer)
-            else:
-                self._count(text(answer))
-
-    def _made(self, work: Work, result: Result) -> Call:
+    def _made(self, work: Work, result: Result) -> Commit:
         """The commit, its body written. While the disk has no room, the results wait in memory, their leases renewed."""
         extra = self.notes(work)
-        make = lambda: commit(self.keys, self.name, self.stage, work, result, self.store, extra)  # noqa: E731
+        make = lambda: commit(self.keys, self.stage, work, result, self.store, extra)  # noqa: E731
         return when_there_is_space(make, self.say)
 
     def say(self, warning: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -16,7 +16,7 @@ from shared.wire.codec import Buffer, pack, unpack
 from shared.wire.envelope import BodyRef, Envelope, ScoreHead, SliceHead, Span, envelope_fields
 from shared.wire.errors import BodyLost
 from shared.wire.keys import GROUP, JobKeys
-from shared.wire.scripts import Entry, Scripts, Value, Write, hset, pack_writes, send
+from shared.wire.scripts import Entry, Keys, Scripts, Value, Write, hset, send, text
 
 INLINE_LIMIT = 4096
 """Bytes up to which a body also travels in the messages of the next stage, which then need not ask for it."""
@@ -126,40 +126,44 @@ def meta_fields(
     return fields
 
 
-class Call(NamedTuple):
-    """A script with its KEYS and ARGV. Its bodies are written: it may be sent as often as need be."""
+class Commit(NamedTuple):
+    """What the result for one message writes. Its bodies are written: it may be sent as often as need be."""
 
-    script: str
-    keys: Sequence[str]
-    argv: Sequence[Value]
-
-    def run(self, scripts: Scripts, pipe: Any = None) -> Any:
-        """On `pipe` (its answer comes with the pipeline's) or at once. See the scripts for the answers."""
-        return scripts.run(self.script, self.keys, *self.argv, pipe=pipe)
+    entry: Entry
+    words: tuple[Value, ...]
+    """Phase, incarnation, gid: whether it may still count."""
+    writes: Sequence[Write]
+    slot: str = ""
+    score: bytes = b""
+    """Of a fan-in: what fills which slot of the group."""
 
 
 def commit(
-    keys: JobKeys,
-    consumer: str,
-    stage: str,
-    work: Work,
-    result: Result,
-    store: BodyStore | None,
-    extra: Sequence[Write] = (),
-) -> Call:
+    keys: JobKeys, stage: str, work: Work, result: Result, store: BodyStore | None, extra: Sequence[Write] = ()
+) -> Commit:
     """The commit of a result. Writes a large body now; OSError if it cannot be written."""
-    envelope, entry = work.envelope, work.entry
-    fixed = [entry.stream, keys.meta, keys.open, keys.counts]
-    argv: list[Value] = [GROUP, consumer, entry.id, phase(envelope.kind, envelope.position, stage)]
-    argv += [envelope.incarnation, envelope.gid]
+    envelope = work.envelope
+    words = (phase(envelope.kind, envelope.position, stage), envelope.incarnation, envelope.gid)
     if isinstance(result, ScoreHead):
         slot = f"s:{stage.removeprefix('reward.')}:{envelope.slice[0]}"
-        names, writes = pack_writes([*fixed, keys.group(envelope.gid), keys.inbox], extra)
-        return Call("gather", names, [*argv, slot, pack(result), *writes])
+        return Commit(work.entry, words, extra, slot, pack(result))
     assert store is not None
     if isinstance(result, Suspended):
         onward = back_writes(keys, stage, work, result, store)
     else:
         onward = hop_writes(keys, work, result, store)
-    names, writes = pack_writes(fixed, [*onward, *extra])
-    return Call("commit", names, [*argv, *writes])
+    return Commit(work.entry, words, [*onward, *extra])
+
+
+def send_all(scripts: Scripts, keys: JobKeys, consumer: str, commits: Sequence[Commit]) -> list[str]:
+    """Commits of one stage, in one script: its answer for each. One that Redis refuses (ResponseError) refuses all of them."""
+    gathers, stream = bool(commits[0].slot), commits[0].entry.stream
+    fixed = [stream, keys.meta, keys.open, keys.counts]
+    named = Keys([*fixed, keys.inbox] if gathers else fixed)
+    argv: list[Value] = []
+    for made in commits:
+        filling: tuple[Value, ...] = (named.index(keys.group(made.entry.gid)), made.slot, made.score) if gathers else ()
+        body = [*filling, *named.packed(made.writes)]
+        argv += [made.entry.id, *made.words, len(body), *body]
+    answers = scripts.run("gather" if gathers else "commit", named.names, GROUP, consumer, *argv)
+    return [text(answer) for answer in answers]

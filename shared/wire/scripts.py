@@ -92,24 +92,28 @@ def hashes() -> dict[str, str]:
     return {name: hashlib.sha1(script.encode()).hexdigest() for name, script in sources().items()}
 
 
-def pack_writes(fixed: Sequence[str], writes: Sequence[Write]) -> tuple[list[str], list[Value]]:
-    """KEYS and the writes' part of ARGV."""
-    keys = list(dict.fromkeys(fixed))
-    if len(keys) != len(fixed):
-        raise ValueError(f"a script's own keys must differ: {fixed}")
-    place = {key: i + 1 for i, key in enumerate(keys)}
+class Keys:
+    """KEYS of a script call: its own, and those that writes name by their index."""
 
-    def index(key: str) -> int:
-        if key not in place:
-            keys.append(key)
-            place[key] = len(keys)
-        return place[key]
+    def __init__(self, fixed: Sequence[str]) -> None:
+        self.names = list(dict.fromkeys(fixed))
+        if len(self.names) != len(fixed):
+            raise ValueError(f"a script's own keys must differ: {fixed}")
+        self.places = {key: i + 1 for i, key in enumerate(self.names)}
 
-    argv: list[Value] = []
-    for write in writes:
-        args = write.args if write.group is None else (index(write.group), *write.args)
-        argv += [write.command, index(write.key), len(args), *args]
-    return keys, argv
+    def index(self, key: str) -> int:
+        if key not in self.places:
+            self.names.append(key)
+            self.places[key] = len(self.names)
+        return self.places[key]
+
+    def packed(self, writes: Sequence[Write]) -> list[Value]:
+        """The writes' part of ARGV."""
+        argv: list[Value] = []
+        for write in writes:
+            args = write.args if write.group is None else (self.index(write.group), *write.args)
+            argv += [write.command, self.index(write.key), len(args), *args]
+        return argv
 
 
 def new_revision(revision: str) -> str:
@@ -132,14 +136,9 @@ class Scripts:
     def __init__(self, client: Any) -> None:
         self.client = client
 
-    def run(self, name: str, keys: Sequence[str], *argv: Value, pipe: Any = None) -> Any:
-        """On a pipeline the answer comes with the pipeline's; NoScriptError there means: load(), and send it again.
-
-        (Not redis-py's Script objects: they cost a fifth of a hop, and a pipeline of them one more command.)
-        """
+    def run(self, name: str, keys: Sequence[str], *argv: Value) -> Any:
+        """The script's answer. (Not redis-py's Script objects: they cost a fifth of a hop.)"""
         command = ("EVALSHA", hashes()[name], len(keys), *keys, *argv)
-        if pipe is not None:
-            return pipe.execute_command(*command)
         try:
             return self.client.execute_command(*command)
         except redis.exceptions.NoScriptError:  # a server that started anew, or rewrote its log
@@ -161,8 +160,9 @@ class Scripts:
         writes: Sequence[Write],
     ) -> list[str]:
         """[OK], [FENCED], [STALE] or [GONE, id…]: the controller's compare-and-set with everything that follows from it."""
-        names, argv = pack_writes((keys.lease, keys.state, keys.inbox), writes)
-        answer = self.run("commit_state", names, token, revision, after, snapshot, GROUP, len(taken), *taken, *argv)
+        named = Keys((keys.lease, keys.state, keys.inbox))
+        argv = named.packed(writes)
+        answer = self.run("commit_state", named.names, token, revision, after, snapshot, GROUP, len(taken), *taken, *argv)
         return [text(word) for word in answer]
 
     def claim(self, stream: str, consumer: str, min_idle_ms: int, count: int) -> list[Entry]:

@@ -46,9 +46,9 @@ from shared.wire.envelope import (
     envelope_fields,
     read_event,
 )
-from shared.wire.hops import commit, meta_fields, read_work
+from shared.wire.hops import commit, meta_fields, read_work, send_all
 from shared.wire.keys import GROUP, JobKeys
-from shared.wire.scripts import Entry, Scripts, ensure_group, text
+from shared.wire.scripts import Entry, Scripts, ensure_group
 
 TEXT = ARSamplingParams(max_new_tokens=8)
 IMAGE = DiffusionSamplingParams(num_inference_steps=4, height=64, width=64, sigmas=(1.0, 0.75, 0.5, 0.25, 0.0))
@@ -224,8 +224,8 @@ class Mesh:
             for position, stage in enumerate(self.plan.route[:-1]):
                 work = read_work(self.read(stage), 0.0)
                 assert work.envelope.position == position
-                answer = commit(self.keys, "me", stage, work, filled(result, ()), self.store).run(self.scripts)
-                assert text(answer) == "OK"
+                made = commit(self.keys, stage, work, filled(result, ()), self.store)
+                assert send_all(self.scripts, self.keys, "me", [made]) == ["OK"]
         for scorer in self.plan.scorers:
             for _ in self.plan.slices():
                 self.score(scorer)
@@ -255,8 +255,9 @@ class Mesh:
         rows = sum(len(s.frontier) for s in samples)
         low = work.envelope.slice[0]
         scores = tuple(float(low + i) if scorer == "a" else 1.0 for i in range(rows))
-        answer = commit(self.keys, "me", f"reward.{scorer}", work, ScoreHead(scores=scores), self.store).run(self.scripts)
-        assert text(answer) in ("WAIT", "READY")
+        made = commit(self.keys, f"reward.{scorer}", work, ScoreHead(scores=scores), self.store)
+        [answer] = send_all(self.scripts, self.keys, "me", [made])
+        assert answer in ("WAIT", "READY")
 
     def read(self, stage: str) -> Entry:
         stream = self.keys.stage(stage)

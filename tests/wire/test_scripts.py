@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,7 +15,7 @@ from shared.wire.bodies import BodyStore, DirectoryBodies
 from shared.wire.client import connect
 from shared.wire.codec import pack, unpack
 from shared.wire.envelope import Dead, Envelope, Need, PartHead, ScoreHead, SliceHead, Trained, read_event
-from shared.wire.hops import Filled, Work, commit, meta_fields, phase, read_work
+from shared.wire.hops import Commit, Filled, Work, commit, meta_fields, phase, read_work, send_all
 from shared.wire.keys import GROUP, JobKeys
 from shared.wire.scripts import Entry, Scripts, Write, ensure_group, hset, new_revision, send, text, xadd
 from shared.wire.server import RedisServer
@@ -87,7 +87,12 @@ class Bench:
         return Entry(stream.decode(), entry_id.decode(), fields)
 
     def commit(self, stage: str, work: Work, result: Any, consumer: str = "me") -> str:
-        return text(commit(self.keys, consumer, stage, work, result, self.store).run(self.scripts))
+        [answer] = self.commits(stage, [(work, result)], consumer)
+        return answer
+
+    def commits(self, stage: str, results: Sequence[tuple[Work, Any]], consumer: str = "me") -> list[str]:
+        made = [commit(self.keys, stage, work, result, self.store) for work, result in results]
+        return send_all(self.scripts, self.keys, consumer, made)
 
     def untouched(self, entry: Entry) -> bool:
         stream = entry.stream
@@ -137,6 +142,27 @@ def test_nothing_is_written_when_a_key_is_of_the_wrong_kind(b: Bench) -> None:
     assert b.untouched(work.entry) and not b.length("reward.a") and not b.client.exists(b.keys.shelf(0))
 
 
+def test_of_commits_that_go_together_each_has_its_own_answer(b: Bench) -> None:
+    """And one that Redis refuses changes nothing, of the others neither."""
+    ours, lost, closed, odd = (b.work("rollout.policy", slice=(k, k + 1)) for k in range(4))
+    closed = Work(closed.entry, b.envelope(gid="h#0"), None, 0.0)
+    b.client.xack(lost.entry.stream, GROUP, lost.entry.id)
+    pieces = [(work, FILLED) for work in (ours, lost, closed, odd)]
+    assert b.commits("rollout.policy", pieces) == ["OK", "LOST", "late", "OK"]
+    assert b.length("reward.a") == b.length("reward.b") == 2 and b.count("late") == 1
+    assert b.commits("rollout.policy", pieces) == ["LOST"] * 4 and b.length("reward.a") == 2
+    found = [b.work("reward.a", 1).entry for _ in range(3)]
+    first, twin, other = (
+        Work(entry, b.envelope(1, slice=place), None, 0.0) for entry, place in zip(found, ((0, 1), (0, 1), (5, 6)), strict=True)
+    )
+    assert b.commits("reward.a", [(first, SCORE), (twin, SCORE), (other, SCORE)]) == ["WAIT", "twin", "READY"]
+    good, bad = (b.work("rollout.policy") for _ in range(2))
+    made = [commit(b.keys, "rollout.policy", work, FILLED, b.store) for work in (good, bad)]
+    wrong = Commit(made[1].entry, made[1].words, [xadd(b.keys.meta, {"e": "x"})])
+    assert refused(lambda: send_all(b.scripts, b.keys, "me", [made[0], wrong]), "BADKEY")
+    assert b.untouched(good.entry) and b.untouched(bad.entry) and b.length("reward.b") == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -155,18 +181,8 @@ def test_a_message_of_another_incarnation_phase_or_closed_group_is_taken_counted
     work = b.work("rollout.policy", **changes)
     stale = Work(work.entry, b.envelope(position, **changes), None, 0.0)
     if position >= len(ROUTE):  # the envelope itself cannot go on; only its phase matters here
-        answer = text(
-            b.scripts.run(
-                "commit",
-                [work.entry.stream, b.keys.meta, b.keys.open, b.keys.counts],
-                GROUP,
-                "me",
-                work.entry.id,
-                phase("train", position, "rollout.policy"),
-                1,
-                "g#0",
-            )
-        )
+        words = phase("train", position, "rollout.policy"), 1, "g#0"
+        [answer] = send_all(b.scripts, b.keys, "me", [Commit(work.entry, words, [])])
     else:
         result = FILLED if position == 0 else SCORE
         answer = b.commit("rollout.policy", stale, result)
@@ -317,5 +333,6 @@ def test_a_cluster_refuses_keys_of_another_job(server: RedisServer, b: Bench) ->
         return
     work = b.work("rollout.policy")
     foreign = [xadd(JobKeys("another").inbox, {"e": "x"})]
-    call = lambda: commit(b.keys, "me", "rollout.policy", work, FILLED, b.store, foreign).run(b.scripts)  # noqa: E731
+    made = [commit(b.keys, "rollout.policy", work, FILLED, b.store, foreign)]
+    call = lambda: send_all(b.scripts, b.keys, "me", made)  # noqa: E731
     assert refused(call, "same slot") or refused(call, "CROSSSLOT") or refused(call, "slot")

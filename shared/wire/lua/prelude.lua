@@ -19,14 +19,14 @@ local function newest(key)
   end
 end
 
-local function bad_writes(first)
-  local at, log, kinds = first, {}, {}
-  while at <= #ARGV do
+local function bad_writes(first, stop)
+  local at, log, kinds, stop = first, {}, {}, stop or #ARGV
+  while at <= stop do
     local command, key, size = ARGV[at], KEYS[tonumber(ARGV[at + 1]) or 0], tonumber(ARGV[at + 2])
     local kind = KIND[command]
     if not kind then return 'BADWRITE no such command: ' .. command end
     if not key then return 'BADWRITE no such key index: ' .. tostring(ARGV[at + 1]) end
-    if not size or size < 0 or size > 7000 or at + 2 + size > #ARGV then return 'BADWRITE argument count for ' .. key end
+    if not size or size < 0 or size > 7000 or at + 2 + size > stop then return 'BADWRITE argument count for ' .. key end
     local is = kinds[key] or call('TYPE', key).ok
     kinds[key] = is
     if kind ~= 'any' and is ~= kind and is ~= 'none' then return 'BADKEY ' .. key .. ' is a ' .. is .. ', not a ' .. kind end
@@ -48,9 +48,9 @@ local function take(stream, group, id)
   return true
 end
 
-local function write(first)
-  local at = first
-  while at <= #ARGV do
+local function write(first, stop)
+  local at, stop = first, stop or #ARGV
+  while at <= stop do
     local command, key, size = ARGV[at], KEYS[tonumber(ARGV[at + 1])], tonumber(ARGV[at + 2])
     if command == 'SEND' then
       local id = call('XADD', key, '*', unpack(ARGV, at + 5, at + 2 + size))
@@ -79,4 +79,33 @@ local function refusal(meta, open, phase, incarnation, gid)
   if not known then return 'wrong_phase' end
   if known ~= incarnation then return 'refused' end
   if not call('ZSCORE', open, gid) then return 'late' end
+end
+
+-- Results for messages of one stream. KEYS: in, meta, open, counts, ...   ARGV: group, consumer, then for each message: id,
+-- phase, incarnation, gid, number of words, words. `bad` looks at all of them before the first write; then `apply` answers for
+-- one after the other. Both get the place of the message in ARGV, and that of its last word.
+local function each(bad, apply)
+  local places, at = {}, 3
+  while at <= #ARGV do
+    local last = at + 4 + (tonumber(ARGV[at + 4]) or -9)
+    if last < at + 4 or last > #ARGV then return redis.error_reply('BADWRITE number of words for ' .. ARGV[at]) end
+    local found = bad(at, last)
+    if found then return redis.error_reply(found) end
+    places[#places + 1] = {at, last}
+    at = last + 1
+  end
+  local answers = {}
+  for i, place in ipairs(places) do answers[i] = apply(place[1], place[2]) end
+  return answers
+end
+
+-- Takes the message at this place for its owner. Nil, or why its result does not count: then it is taken, counted and dropped,
+-- unless it is not the caller's. `further` may find another reason.
+local function accept(at, further)
+  local id, gid = ARGV[at], ARGV[at + 3]
+  if not pending(KEYS[1], ARGV[1], id, ARGV[2]) then return 'LOST' end
+  local why = refusal(KEYS[2], KEYS[3], ARGV[at + 1], ARGV[at + 2], gid) or (further and further())
+  if not take(KEYS[1], ARGV[1], id) then return 'GONE' end
+  if why then call('HINCRBY', KEYS[4], why, 1) end
+  return why
 end

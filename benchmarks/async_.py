@@ -36,7 +36,7 @@ from shared.wire.hops import Result, Work
 from shared.wire.keys import JobKeys
 from shared.wire.server import RedisServer
 from tests.conftest import recipe
-from tests.simulated import Instant, Simulated
+from tests.simulated import Instant, Simulated, aside_of
 
 BATCH, MEDIAN_S = 16, 0.08
 SPREAD = 0.85
@@ -118,7 +118,7 @@ class Mesh(Simulated):
         engines = [("rollout.policy", world.slots)] * world.rollouts
         scorers = [(stage, world.slots * world.rollouts) for stage in scoring]
         self.consumers = [
-            Consumer(self.connect, self.keys, stage, self._handler(stage, slots), store)
+            Consumer(self.connect, self.keys, stage, self._handler(stage, slots), store, aside=aside_of(stage))
             for stage, slots in (*engines, *scorers)
         ]
         self.threads = [*(threading.Thread(target=c.run, daemon=True) for c in self.consumers), self.threads[-1]]

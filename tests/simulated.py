@@ -22,7 +22,7 @@ from shared.wire.client import connect
 from shared.wire.consumer import Consumer
 from shared.wire.envelope import LogEntry, Published, Saved, ScoreHead, Span, Started, Trained
 from shared.wire.errors import Poison
-from shared.wire.hops import Result, Work
+from shared.wire.hops import Result, Work, eval_stage
 from shared.wire.keys import JobKeys, assignment
 
 Poisonous = Callable[[int], bool]
@@ -81,6 +81,11 @@ class Instant:
         return filled([sample], (self.span(),))
 
 
+def aside_of(stage: str) -> list[str]:
+    """Where its evaluations are."""
+    return [found] if (found := eval_stage(stage)) != stage else []
+
+
 class Simulated:
     """One worker per stage and, unless the test brings its own, one trainer, as threads, for the length of a `with` block."""
 
@@ -102,7 +107,7 @@ class Simulated:
         scorers = [f"reward.{name}" for name in scorers_of(document["recipe"])]
         store = self.store()
         self.consumers = [
-            Consumer(self.connect, self.keys, stage, Instant(stage, delay, poison, text), store)
+            Consumer(self.connect, self.keys, stage, Instant(stage, delay, poison, text), store, aside=aside_of(stage))
             for stage in ["rollout.policy", *scorers]
         ]
         self.threads = [threading.Thread(target=c.run, daemon=True) for c in self.consumers]

@@ -41,6 +41,7 @@ from shared.wire.bodies import BodyStore
 from shared.wire.codec import pack
 from shared.wire.envelope import Envelope, GroupNote, LogEntry, PartHead, SliceHead, Span, TrainSlice, envelope_fields
 from shared.wire.errors import BodyLost, WireError
+from shared.wire.hops import eval_stage
 from shared.wire.keys import GROUP
 from shared.wire.scripts import Write, hset, send, xadd
 
@@ -207,12 +208,13 @@ class Writer:
         params = frontier.sampling_params
         most = params.max_new_tokens if isinstance(params, ARSamplingParams) else 0
         head = PartHead(ids=frontier.sample_ids, track=frontier.track or "", max_new_tokens=most)
+        route = self.plan.route if group.kind == "train" else tuple(map(eval_stage, self.plan.route))
         envelope = Envelope(
             id=uuid4().hex,
             job=self.job.doc.id,
             incarnation=incarnation,
             kind=group.kind,
-            route=self.plan.route,
+            route=route,
             position=0,
             scorers=self.plan.scoring(group).scorers,
             gid=group.gid,
@@ -222,7 +224,7 @@ class Writer:
             head=SliceHead(parts=(head,), body=ref),
             deterministic=self.job.recipe.deterministic,
         )
-        return send(self.keys, self.plan.route[0], group.gid, span[0], envelope_fields(envelope, body))
+        return send(self.keys, route[0], group.gid, span[0], envelope_fields(envelope, body))
 
     def _append(self, command: Append, after: State) -> list[Write]:
         slices: Sequence[TrainSlice] = ()

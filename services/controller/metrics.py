@@ -14,6 +14,7 @@ from services.controller import views
 from services.controller.assignment import read_workers
 from services.controller.jobs import load_doc
 from shared.wire.envelope import ENDED
+from shared.wire.hops import eval_stage
 from shared.wire.keys import GROUP, JOBS, JobKeys
 
 
@@ -23,7 +24,9 @@ def stages(client: Any, job: str) -> list[dict[str, Any]]:
     if doc is None or not doc.plan.route:
         return []
     keys = JobKeys(job)
-    names = [s for s in doc.plan.route if s != "reward"] + [f"reward.{s}" for s in doc.plan.scorers]
+    rollouts = [s for s in doc.plan.route if s != "reward"]
+    scorers = dict.fromkeys((*doc.plan.scorers, *doc.plan.eval_scorers))
+    names = [*rollouts, *(map(eval_stage, rollouts) if doc.plan.suites else ()), *(f"reward.{s}" for s in scorers)]
     found = []
     for name in [*names, "inbox"]:
         stream = keys.stage(name)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -39,6 +40,7 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     from services.rollout.engines import ENGINES
     from services.rollout.handler import RolloutHandler
     from services.rollout.prefetch import Prefetch
+    from services.rollout.seat import Seat
     from shared.config import specs
     from shared.config.settings import child_threads
     from shared.weights.store import WeightStore
@@ -64,12 +66,24 @@ def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Call
     store = BodyStore(client, keys, open_bodies(settings.bodies, job))
     weight_store = WeightStore(settings.weights(job), track)
     prefetch = Prefetch(lambda: connect(settings.redis_url), keys, weight_store, engine.load, agent)
-    groups = doc["recipe"]["schedule"].get("per_worker_inflight")
+    schedule = doc["recipe"]["schedule"]
+    groups = schedule["per_worker_inflight"]
     most = None if groups is None else groups * -(-section["group_size"] // (section["slice"] or section["group_size"]))
     handler = RolloutHandler(engine, weight_store, prefetch, store, track, agent, section["deadline_s"], most)
     lease = settings.lease_s
     policy = Policy(lease, lease / 5, stall_s=section["stall_s"], deadline_s=section["deadline_s"])
-    consumer = Consumer(lambda: connect(settings.redis_url), keys, f"rollout.{track}", handler, store, policy)
+    share = schedule["eval_share"] if schedule["max_staleness"] else 1.0
+    seat = Seat(keys, track, uuid4().hex, share, lambda stage: consumer.held(stage) if consumer else 0)
+    consumer = Consumer(
+        lambda: connect(settings.redis_url),
+        keys,
+        seat.training,
+        handler,
+        store,
+        policy,
+        aside=[seat.evaluating],
+        wanted=seat.wanted,
+    )
     handler.say = consumer.say
     gc.collect()
     gc.freeze()  # libraries and model: no collection need walk them again

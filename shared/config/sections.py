@@ -163,6 +163,9 @@ class Schedule(Section):
     interrupt: Literal["drain", "keep"] = "drain"
     """When a rollout worker gets a new version, or has to stop. drain: it finishes what it has. keep: what it has goes on with
     the new version from the next token on, each token's own version noted, or goes to another worker as far as it is."""
+    eval_share: float = Field(0.5, gt=0, le=1)
+    """Of a track's rollout workers, how many evaluate at once while there is something to roll out for training; at least one.
+    Without a staleness budget training waits for evaluations anyway, so all do."""
     filter: Literal["none", "zero_variance"] = "none"
     """zero_variance: a group of equal rewards teaches nothing; it is dropped, and the next prompt comes in its place."""
     max_backfill: int | None = Field(None, ge=0)

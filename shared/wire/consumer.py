@@ -54,7 +54,7 @@ class Policy:
 
 
 class Consumer:
-    """Takes messages of one stage of one job, hands them to the handler, commits what comes back.
+    """Takes messages of a stage of one job (or of several), hands them to the handler, commits what comes back.
 
     Waits for: new entries, expired leases, finished futures. Unblocked by: a producer's commit, the handler, stop().
     """
@@ -68,10 +68,19 @@ class Consumer:
         store: BodyStore | None,
         policy: Policy | None = None,
         notes: Callable[[Work], Sequence[Write]] = lambda _: (),
+        aside: Sequence[str] = (),
+        wanted: Callable[[Scripts, str], bool] = lambda scripts, stage: True,
     ) -> None:
-        """`notes`: further writes of each commit, made or left out with it (an audit trail)."""
+        """
+        Args:
+            notes: further writes of each commit, made or left out with it (an audit trail).
+            aside: stages that are served besides, and first.
+            wanted: whether messages of this stage are to be taken now; asked before each read.
+        """
         self.keys, self.stage, self.handler, self.store = keys, stage, handler, store
-        self.stream = keys.stage(stage)
+        self.stages = {keys.stage(name): name for name in (*aside, stage)}
+        """By stream."""
+        self.wanted = wanted
         self.policy, self.notes = policy or Policy(), notes
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"  # never reused: a restart is a new consumer
         self.client = connect()
@@ -87,7 +96,7 @@ class Consumer:
         """Until stop() and nothing is in hand (or the grace period is over)."""
         keeper = threading.Thread(target=self._keep_leases, name=f"leases {self.stage}", daemon=True)
         keeper.start()
-        answered(lambda: ensure_group(self.client, self.stream))
+        self._ensure_groups()
         try:
             while not self.stopping.is_set():
                 self._commit_finished()
@@ -105,6 +114,14 @@ class Consumer:
         stalled = time.monotonic() - self.handler.progressed() > self.policy.stall_s
         return not stalled or waiting_for_space() or all(future.done() for future in list(self.in_hand))
 
+    def held(self, stage: str) -> int:
+        """Messages of this stage in hand."""
+        return sum(self.stages[work.entry.stream] == stage for work in list(self.in_hand.values()))
+
+    def _ensure_groups(self) -> None:
+        for stream in self.stages:
+            answered(lambda: ensure_group(self.client, stream))  # noqa: B023
+
     # taking ---------------------------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
@@ -113,7 +130,8 @@ class Consumer:
             wait(self.in_hand, timeout=0.5, return_when=FIRST_COMPLETED)
             return
         try:
-            entries = self._expired(room) or self._fresh(room)
+            streams = [stream for stream, stage in self.stages.items() if self.wanted(self.scripts, stage)]
+            entries = self._expired(room, streams) or self._fresh(room, streams)
         except AWAY:
             self.claim_at = time.monotonic() + 2 * self.policy.heartbeat_s  # leases aged while Redis was away
             time.sleep(0.1)
@@ -121,36 +139,45 @@ class Consumer:
         except redis.ResponseError as error:
             if not no_group(error):
                 raise
-            answered(lambda: ensure_group(self.client, self.stream))
+            self._ensure_groups()
             return
         if works := [work for entry in entries if (work := self._accept(entry)) is not None]:
             for work, future in zip(works, self.handler.submit(works), strict=True):
                 self.in_hand[future] = work
         elif self.in_hand:
             wait(self.in_hand, timeout=0.3, return_when=FIRST_COMPLETED)
+        elif not streams:
+            time.sleep(0.1)
 
-    def _expired(self, room: int) -> Sequence[Entry]:
+    def _expired(self, room: int, streams: Sequence[str]) -> Sequence[Entry]:
         if time.monotonic() < self.claim_at:
             return []
         self.claim_at = time.monotonic() + self.policy.lease_s / 3 * random.uniform(0.7, 1.3)
-        self.scripts.reap(self.stream, int(20 * self.policy.lease_s * 1000))
-        return self.scripts.claim(self.stream, self.name, int(self.policy.lease_s * 1000), min(room, 16))
+        found: list[Entry] = []
+        for stream in streams:
+            self.scripts.reap(stream, int(20 * self.policy.lease_s * 1000))
+            if (left := min(room, 16) - len(found)) > 0:
+                found += self.scripts.claim(stream, self.name, int(self.policy.lease_s * 1000), left)
+        return found
 
-    def _fresh(self, room: int) -> Sequence[Entry]:
-        if self.in_hand:
-            return self._read(room, None)
-        found = self._read(room, min(BLOCK_MS, int(self.policy.lease_s * 250)))
+    def _fresh(self, room: int, streams: Sequence[str]) -> Sequence[Entry]:
+        if self.in_hand or not streams:
+            return self._read(room, None, streams)
+        found = self._read(room, min(BLOCK_MS, int(self.policy.lease_s * 250)), streams)
         if len(found) != 1 or room == 1:
             return found
-        rest = self._read(room - 1, None)  # what one commit wrote is all there by now
+        rest = self._read(room - 1, None, streams)  # what one commit wrote is all there by now
         if not rest:
             time.sleep(GATHER_S)
-            rest = self._read(room - 1, None)
+            rest = self._read(room - 1, None, streams)
         return found + rest
 
-    def _read(self, count: int, block: int | None) -> list[Entry]:
-        answer = self.client.xreadgroup(GROUP, self.name, {self.stream: ">"}, count=count, block=block)
-        return [Entry(self.stream, text(i), fields) for _, rows in answer or [] for i, fields in rows]
+    def _read(self, count: int, block: int | None, streams: Sequence[str]) -> list[Entry]:
+        """Up to `count` of each stream."""
+        if not streams:
+            return []
+        answer = self.client.xreadgroup(GROUP, self.name, dict.fromkeys(streams, ">"), count=count, block=block)
+        return [Entry(text(stream), text(i), fields) for stream, rows in answer or [] for i, fields in rows]
 
     def _accept(self, entry: Entry) -> Work | None:
         """The message to work on; None if it went to the dead letters instead."""
@@ -183,7 +210,10 @@ class Consumer:
             self.in_hand.pop(future)
 
     def _commit_all(self, good: Sequence[tuple[Work, Result]]) -> None:
-        self._send([(work, self._made(work, result)) for work, result in good])
+        made = [(work, self._made(work, result)) for work, result in good]
+        for stream in self.stages:
+            if own := [(work, commit) for work, commit in made if work.entry.stream == stream]:
+                self._send(own)
 
     def _send(self, made: Sequence[tuple[Work, Commit]]) -> None:
         try:
@@ -201,7 +231,8 @@ class Consumer:
     def _made(self, work: Work, result: Result) -> Commit:
         """The commit, its body written. While the disk has no room, the results wait in memory, their leases renewed."""
         extra = self.notes(work)
-        make = lambda: commit(self.keys, self.stage, work, result, self.store, extra)  # noqa: E731
+        stage = self.stages[work.entry.stream]
+        make = lambda: commit(self.keys, stage, work, result, self.store, extra)  # noqa: E731
         return when_there_is_space(make, self.say)
 
     def say(self, warning: str) -> None:
@@ -220,7 +251,7 @@ class Consumer:
 
     def _refuse(self, entry: Entry, error: str, limit: int | None) -> None:
         slot, last = self._slot(entry), error.strip().splitlines()[-1][:300]
-        event = pack(Dead(gid=entry.gid, stage=self.stage, error=last))
+        event = pack(Dead(gid=entry.gid, stage=self.stages[entry.stream], error=last))
         most = self.policy.max_errors if limit is None else limit
         answer = answered(lambda: self.scripts.nack(self.keys, entry, self.name, slot, most, error, event))
         if answer == "AGAIN":
@@ -240,7 +271,7 @@ class Consumer:
         return self.keys.group(entry.gid)
 
     def _slot(self, entry: Entry) -> str:
-        return f"{self.stage}:{entry.low}"
+        return f"{self.stages[entry.stream]}:{entry.low}"
 
     # leases ---------------------------------------------------------------------------------------------------------------
 
@@ -256,7 +287,8 @@ class Consumer:
         now = time.monotonic()
         if now - self.handler.progressed() > self.policy.stall_s:
             return
-        held = {w.entry.id: w for w in list(self.in_hand.values()) if now - w.since < self.policy.deadline_s}
-        if held:
-            for entry_id in self._lease_scripts.renew(self.stream, self.name, list(held)):
-                held[entry_id].cancelled.set()
+        held = [w for w in list(self.in_hand.values()) if now - w.since < self.policy.deadline_s]
+        for stream in self.stages:
+            if own := {work.entry.id: work for work in held if work.entry.stream == stream}:
+                for entry_id in self._lease_scripts.renew(stream, self.name, list(own)):
+                    own[entry_id].cancelled.set()

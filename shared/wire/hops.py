@@ -109,6 +109,11 @@ def back_writes(keys: JobKeys, stage: str, work: Work, suspended: Suspended, sto
     return [send(keys, stage, envelope.gid, low, envelope_fields(again, body)), Write("HINCRBY", keys.counts, ("suspended", 1))]
 
 
+def eval_stage(stage: str) -> str:
+    """Where evaluations go instead: rollouts keep them apart, since not every worker is to take them."""
+    return f"{stage}.eval" if stage.startswith("rollout.") else stage
+
+
 def phase(kind: str, position: int, stage: str) -> str:
     """The field of meta that allows results of this stage at this position."""
     return f"phase:{kind} {position} {stage}"
@@ -120,7 +125,7 @@ def meta_fields(
     """What meta holds of an incarnation: every phase that a message may be in. `eval_scorers`: None means the same ones."""
     fields = {"incarnation": incarnation}
     for kind, names in (("train", scorers), ("eval", scorers if eval_scorers is None else eval_scorers)):
-        for position, stage in enumerate(route):
+        for position, stage in enumerate(route if kind == "train" else map(eval_stage, route)):
             stages = [f"reward.{scorer}" for scorer in names] if stage == "reward" else [stage]
             fields |= {phase(kind, position, on): incarnation for on in stages}
     return fields

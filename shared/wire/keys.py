@@ -45,8 +45,16 @@ class JobKeys:
         return f"unimesh:{{{self.job}}}:{name}"
 
     def stage(self, name: str) -> str:
-        """Stream of a stage, `rollout.{track}` or `reward.{scorer}`, read through GROUP."""
+        """Stream of a stage, `rollout.{track}`, `rollout.{track}.eval` or `reward.{scorer}`, read through GROUP."""
         return self.of(name)
+
+    def present(self, track: str) -> str:
+        """Sorted set: the track's rollout workers, by when they are to be forgotten (ms)."""
+        return self.of(f"present:{track}")
+
+    def seats(self, track: str) -> str:
+        """Sorted set: those of them that may take evaluations, likewise."""
+        return self.of(f"seats:{track}")
 
     def group(self, gid: str) -> str:
         """Hash of one open group: slots, heads, counters of errors and lost leases, places of its entries."""

@@ -28,6 +28,7 @@ NAMES = (
     "report",
     "release",
     "fence",
+    "seat",
 )
 
 
@@ -202,6 +203,11 @@ class Scripts:
     def report(self, keys: JobKeys, fence: str, events: Sequence[bytes]) -> str:
         """OK or FENCED."""
         return text(self.run("report", [keys.meta, keys.inbox], fence, *events))
+
+    def seat(self, keys: JobKeys, track: str, name: str, ttl_ms: int, share: float) -> bool:
+        """Whether the worker has one of the seats for evaluations."""
+        names = [keys.present(track), keys.seats(track), keys.stage(f"rollout.{track}")]
+        return bool(self.run("seat", names, name, ttl_ms, share))
 
     def release(self, key: str, value: Value) -> bool:
         return bool(self.run("release", [key], value))

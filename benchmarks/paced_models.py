@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from services.rollout.engines import diffusers, transformers
-from services.rollout.engines.batching import Held, Item
 from services.trainer.algorithms.flow_grpo import FlowGrpo
 from services.trainer.algorithms.grpo import Grpo
+from shared.engines import diffusers, transformers
+from shared.engines.batching import Held, Item
 
 
 def _slowed(engine: Any, pace_s: float) -> Any:

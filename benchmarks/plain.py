@@ -25,9 +25,6 @@ from services.controller.scoring import train_slices
 from services.reward.handler import requests
 from services.reward.scorers import load as load_scorer
 from services.reward.verdict import verdict
-from services.rollout.engines.base import fill
-from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.handler import filled
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.backend import Backend
 from services.trainer.batch import Batch
@@ -36,6 +33,9 @@ from services.trainer.world import World
 from shared.config import specs
 from shared.config.compose import compose
 from shared.config.settings import from_environment
+from shared.engines.base import fill
+from shared.engines.heads import filled
+from shared.engines.transformers_engine import TransformersEngine
 from shared.models.ar.bundle import load
 from shared.types import ARSamplingParams, Sample
 from shared.types.ids import root_id

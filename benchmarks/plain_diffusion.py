@@ -22,9 +22,6 @@ from services.controller.scoring import train_slices
 from services.reward.handler import requests
 from services.reward.scorers import load as load_scorer
 from services.reward.verdict import verdict
-from services.rollout.engines.base import fill
-from services.rollout.engines.diffusers_engine import DiffusersEngine
-from services.rollout.handler import filled
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.backend import Backend
 from services.trainer.flow_batch import FlowBatch
@@ -33,6 +30,9 @@ from services.trainer.world import World
 from shared.config import specs
 from shared.config.compose import compose
 from shared.config.settings import from_environment
+from shared.engines.base import fill
+from shared.engines.diffusers_engine import DiffusersEngine
+from shared.engines.heads import filled
 from shared.models.diffusion import family
 from shared.models.diffusion.bundle import DiffusionBundle, load_pipeline
 from shared.types import Sample

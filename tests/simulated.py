@@ -11,10 +11,10 @@ from uuid import uuid4
 
 import numpy as np
 
-from services.rollout.handler import filled
 from services.trainer.link import Link
 from shared.config.sections import scorers_of
 from shared.config.settings import Settings
+from shared.engines.heads import filled
 from shared.types import Sample, Text, TextSegment
 from shared.wire import codec
 from shared.wire.bodies import BodyStore, open_bodies

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import paced
-from services.rollout.engines import ENGINES
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.grpo import Grpo
 from shared.config import specs
 from shared.config.problems import BadInput
+from shared.engines import ENGINES
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def places_of(doc: JobDoc, rollout: int | None) -> list[Wanted]:
     algorithm, ranks = doc.recipe["algorithm"]["name"], int(placement["trainer_ranks"])
     found = [Wanted(doc.id, "trainer", "", algorithm, ranks, priority=priority)]
     engine = doc.recipe["rollout"]["engine"]["name"] if doc.plan.route else ""
-    for stage in doc.plan.route:
+    for stage in () if doc.plan.live else doc.plan.route:
         service, _, track = stage.partition(".")
         if service == "rollout":
             found.append(Wanted(doc.id, "rollout", track, engine, count=rollout, priority=priority))

@@ -16,7 +16,9 @@ Pin = tuple[str, int, int]
 class Pins:
     """Of one job. The leases run out by themselves if this controller dies; the next one takes its own."""
 
-    def __init__(self, settings: Settings, job: str, holder: str) -> None:
+    def __init__(self, settings: Settings, job: str, holder: str, live: bool) -> None:
+        """`live`: versions are not read from the store, so there is nothing to hold."""
+        self.live = live
         self.folder, self.holder = settings.weights(job), f"evaluation-{holder}"
         self.held: dict[Pin, float] = {}
         """When each was taken or renewed."""
@@ -25,7 +27,7 @@ class Pins:
         """Holds what evaluations and cohorts under way need: call it before they are issued, and now and then. Returns those
         versions that had been published and are not there any more."""
         gone = []
-        for pin in _wanted(root):
+        for pin in () if self.live else _wanted(root):
             if time.monotonic() - self.held.get(pin, -math.inf) < LEASE_S / 4:
                 continue
             track, incarnation, version = pin

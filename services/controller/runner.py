@@ -99,7 +99,7 @@ class Runner:
             logging_section.keep_steps,
             settings.otlp,
         )
-        self.pins = Pins(settings, job.doc.id, self.token)
+        self.pins = Pins(settings, job.doc.id, self.token, job.doc.plan.live)
         self.tracking = Tracking(connect(), job.doc, settings)
         self.sweeper = ThreadPoolExecutor(1, thread_name_prefix="sweeper")
         """Sweeping many files takes time that nobody should wait for."""

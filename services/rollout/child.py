@@ -37,12 +37,12 @@ def main() -> None:
 
 def run(settings: Any, assignment: dict[str, str], agent: str, set_threads: Callable[[int], None]) -> None:
     """Serves the job's stream until SIGTERM."""
-    from services.rollout.engines import ENGINES
     from services.rollout.handler import RolloutHandler
     from services.rollout.prefetch import Prefetch
     from services.rollout.seat import Seat
     from shared.config import specs
     from shared.config.settings import child_threads
+    from shared.engines import ENGINES
     from shared.weights.store import WeightStore
     from shared.wire.bodies import BodyStore, open_bodies
     from shared.wire.client import connect

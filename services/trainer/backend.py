@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,21 @@ class Backend:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every rank holds all parameters, so that its forward passes need no other. All ranks must enter it."""
+        groups = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for module in groups:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in groups:
+                module.set_reshard_after_forward(module is not self.model, recurse=False)
+            if self.sharded:  # also forgets this rank's own forward passes: backward passes gather in their order
+                self.model.reset_iter_state()
 
     def sync(self, now: bool) -> None:
         """Whether the next backward pass sums the gradients so far over ranks: said on all of them alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,13 @@ def build(
             frozen = (reference and reference.model, recipe["seed"], teachers)
             how: Any = (backend, bundle.family, algorithm, section, world, total, *frozen)
             if not plan["route"]:
-                stack = PictureStack(encoders(Path(doc["files"])), *how)
+                stack = PictureStack(encoders(Path(doc["files"]), bundle), *how)
             else:
                 stack = (ForwardStack if algorithm.requires_ema_rollout else FlowStack)(*how)
         else:
             temperature = recipe["rollout"]["sampling"]["temperature"] if plan["route"] else 1.0
             stack = TrainStack(backend, algorithm, section, world, total, temperature, reference, recipe["seed"])
+        sampler = _sampler(doc, bundle, stack, world, track, agent) if plan["live"] else None
     except (ValueError, OSError, AttributeError, RuntimeError) as error:
         if lost_rank(error):
             raise
@@ -184,8 +186,13 @@ def build(
     publisher = Publisher(store, incarnation, keep, replace, *tell, **about)
     kept = section.keep_checkpoints, section.keep_checkpoints_every
     say = link.warn if link is not None else log.warning
+    messages = None
+    if sampler is not None and world.first:
+        messages = _messages(settings, doc, keys, sampler, incarnation)
     return Trainer(
         track=track,
+        sampler=sampler,
+        messages=messages,
         stack=stack,
         backend=backend,
         world=world,
@@ -198,6 +205,43 @@ def build(
         document=document,
         files=files,
     )
+
+
+def _sampler(doc: Any, bundle: Any, stack: Any, world: Any, track: str, agent: str) -> Any:
+    """Of a trainer that rolls out by itself, on each rank."""
+    from services.trainer.sampler import Sampler
+    from shared.config import specs
+    from shared.engines import LIVE
+    from shared.models.ar import packed
+
+    named, attention = doc["recipe"]["rollout"]["engine"], doc["recipe"]["model"].get("attention", "sdpa")
+    params = specs.check("engine", named["name"], named["params"], "rollout.engine")
+    engine = LIVE[named["name"]](Path(doc["files"]), params, bundle)
+
+    @contextlib.contextmanager
+    def ready() -> Iterator[None]:
+        with stack.averaged(), stack.backend.whole(), packed.padded(bundle.model, attention), stack.backend.computing():
+            yield
+
+    return Sampler(engine, world, ready, track, agent)
+
+
+def _messages(settings: Any, doc: Any, keys: Any, sampler: Any, incarnation: int) -> Any:
+    """Rank 0's line to what is to be rolled out; nothing comes yet."""
+    from services.trainer.sampler import Messages
+    from shared.wire.bodies import BodyStore, open_bodies
+    from shared.wire.client import connect
+    from shared.wire.consumer import Consumer, Policy
+    from shared.wire.hops import eval_stage
+
+    store = BodyStore(connect(settings.redis_url), keys, open_bodies(settings.bodies, keys.job))
+    section, lease, stage = doc["recipe"]["rollout"], settings.lease_s, f"rollout.{sampler.track}"
+    policy = Policy(lease, lease / 5, stall_s=section["stall_s"], deadline_s=section["deadline_s"])
+
+    def serve(handler: Any) -> Consumer:
+        return Consumer(lambda: connect(settings.redis_url), keys, stage, handler, store, policy, aside=[eval_stage(stage)])
+
+    return Messages(sampler, store, incarnation, serve)
 
 
 def _model(doc: Any, model: Any, seed: int, algorithm: str, mode: str) -> tuple[Any, Any]:

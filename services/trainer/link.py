@@ -52,6 +52,8 @@ class Link:
         self.ahead: deque[tuple[bytes, dict[bytes, bytes]]] = deque()
         self.recent: deque[tuple[Message, bytes]] = deque(maxlen=16)
         """What was reported lately: a Redis that comes back without it is told again."""
+        self.looked = 0.0
+        """When the log was last compared with what was applied of it."""
         self.worker = agent
         self.spans: list[Span] = []
         """What this rank did, and no word has told of yet."""
@@ -116,12 +118,15 @@ class Link:
         """Identifies the Redis process: another one may have lost what the last one had acknowledged."""
         return str(answered(lambda: self.client.info("server"))["run_id"])
 
-    def next(self) -> LogEntry | RolledBack | None:
-        """The next record; None after a second without one; RolledBack if the log is not the one that was applied."""
+    def next(self, block_ms: int | None = POLL_MS) -> LogEntry | RolledBack | None:
+        """The next record; None after so long without one; RolledBack if the log is not the one that was applied."""
         if not self.ahead:
             try:
-                answer = self._read()
+                answer = self._read(block_ms)
                 if not answer:
+                    if time.monotonic() - self.looked < POLL_MS / 1000:
+                        return None
+                    self.looked = time.monotonic()
                     return self._lost()
             except AWAY:
                 return None
@@ -133,12 +138,12 @@ class Link:
             return RolledBack(seq=self.seq, detail=detail)
         return entry
 
-    def _read(self) -> Any:
+    def _read(self, block_ms: int | None) -> Any:
         if self.preread is None:
-            return self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=POLL_MS)
+            return self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=block_ms)
         self.preread.idle.set()
         try:
-            return self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=POLL_MS)
+            return self.client.xread({self.keys.log: f"{self.seq}-0"}, count=AHEAD, block=block_ms)
         finally:
             self.preread.idle.clear()
 

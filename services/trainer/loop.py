@@ -17,9 +17,10 @@ from services.trainer.backend import Backend
 from services.trainer.base_stack import Stack, StepResult
 from services.trainer.batch import Batch
 from services.trainer.checkpoint import Saver
-from services.trainer.link import Link
+from services.trainer.link import POLL_MS, Link
 from services.trainer.preread import Opened
 from services.trainer.publisher import Publisher
+from services.trainer.sampler import Messages, Sampler
 from services.trainer.world import World
 from shared.types.sample import Sample
 from shared.weights import checkpoints
@@ -31,17 +32,24 @@ from shared.wire.errors import BodyLost
 
 log = logging.getLogger(__name__)
 
+SOON_MS, LATER_MS, SOON_S = 5, 100, 2.0
+"""How long a trainer that samples waits for a record before it looks for messages: when it is busy, and otherwise."""
+
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells all ranks."""
 
     kind: str
-    """nop, record, or quit (stop without an answer)."""
+    """nop, record, generate, or quit (stop without an answer)."""
     entry: LogEntry | None = None
     publish: LogEntry | None = None
     """The publish record that follows this one: its snapshot can be taken before anything else is done."""
     bodies: tuple[bytes | None, ...] = ()
     """Bodies of the record that only rank 0 can read; None for those in files; empty with one rank."""
+    requests: tuple[bytes, ...] = ()
+    """generate: slices to fill, one body each."""
+    alone: bool = False
+    """generate: each of them by itself."""
 
 
 @dataclass
@@ -66,18 +74,30 @@ class Trainer:
     """Where this rank opens those bodies of its rows that are files."""
     opened: Sequence[Opened | None] = ()
     """Of the record, as far as rank 0 has them."""
+    taken: Sequence[Any] = ()
+    """Messages that are being answered."""
+    busy: float = 0.0
+    """When something was last to be done."""
     handed: int = -1
     """Version of the newest snapshot."""
     tick: Callable[[], None] = lambda: None
     """Called at every sign of progress."""
+    sampler: Sampler | None = None
+    """Of a trainer that rolls out by itself."""
+    messages: Messages | None = None
+    """Of its rank 0."""
 
     def run(self) -> None:
         """Waits for: records of the log (rank 0), control words (the others). Unblocked by: the controller's commit."""
+        if self.messages is not None:
+            self.messages.begin()
         while not self.world.any(self.stopping()):
             self.tick()
             word = unpack(self.world.share(pack(self._next()) if self.link is not None else None), Word)
             if word.kind == "quit":
                 break
+            if word.kind == "generate":
+                self._generate(word)
             if word.entry is not None:
                 if word.bodies:
                     self.opened = [None if body is None else Opened(body) for body in word.bodies]
@@ -88,16 +108,24 @@ class Trainer:
                     break
                 if not going:
                     break
+        if self.messages is not None:
+            self.messages.close()
         self.publisher.flush(self.handed)
         self.saver.wait()
+
+    def _generate(self, word: Word) -> None:
+        assert self.sampler is not None
+        answers = self.sampler.fill(word.requests, self.stack.progress.version, word.alone)
+        if self.messages is not None:
+            self.messages.answer(self.taken, answers)
 
     def _next(self) -> Word:
         assert self.link is not None
         self.publisher.check()
         self.saver.check()
-        entry = self.link.next()
+        entry = self.link.next(self._patience())
         if entry is None:
-            return Word(kind="nop")
+            return self._asked()
         if isinstance(entry, RolledBack):
             self.link.report(entry)
             return Word(kind="quit")
@@ -110,12 +138,32 @@ class Trainer:
         bodies = tuple(o and bytes(o.body) for o in self.opened) if self.world.size > 1 else ()
         return Word(kind="record", entry=entry, publish=self.link.publish_follows(), bodies=bodies)
 
+    def _patience(self) -> int | None:
+        """How long to wait for the next record, in ms; None: not at all. Messages that come meanwhile do not wake anybody."""
+        if self.messages is None:
+            return POLL_MS
+        self.messages.check()
+        if self.messages.waiting:
+            return None
+        return SOON_MS if time.monotonic() - self.busy < SOON_S else LATER_MS
+
+    def _asked(self) -> Word:
+        """What is to be sampled now that the log has nothing more."""
+        if self.messages is not None:
+            self.taken = self.messages.ready(self.stack.progress.version)
+            if self.taken:
+                self.busy = time.monotonic()
+                requests = tuple(body for _, _, body in self.taken)
+                return Word(kind="generate", requests=requests, alone=self.taken[0][0].envelope.deterministic)
+        return Word(kind="nop")
+
     def _lost(self, entry: LogEntry, error: BodyLost) -> None:
         if self.link is not None:
             self.link.report(RolledBack(seq=entry.seq, detail=f"redo material is gone: {error}"))
 
     def _apply(self, entry: LogEntry, publish: LogEntry | None) -> bool:
         """One record; False after `stop`."""
+        self.busy = time.monotonic()
         match entry.kind:
             case "train":
                 self._train(entry, publish)

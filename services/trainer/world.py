@@ -79,6 +79,20 @@ class World:
         found: list[float] = tensor.tolist()
         return found
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; on rank 0 alone. They wait for each other as long as it takes."""
+        if self.size == 1:
+            return [data]
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes, group=self.control)
+        most = int(sizes.max())
+        own = torch.zeros(most, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+        found = [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)] if self.first else None
+        dist.gather(own, found, dst=0, group=self.control)
+        return [one[:size].numpy().tobytes() for one, size in zip(found or [], sizes.tolist(), strict=False)]
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.control)

@@ -15,9 +15,9 @@ from services.controller.lifecycles import DOMAINS, parse
 from services.controller.lifecycles.core import advance
 from services.controller.lifecycles.state import Append, Event, Group, Issue, Plan, Root, State, Tick, balanced
 from services.controller.scoring import train_slices
-from services.rollout.handler import filled
 from services.trainer.batch import Batch
 from shared.config.sections import Advantage
+from shared.engines.heads import filled
 from shared.types import (
     ARSamplingParams,
     DiffusionSamplingParams,

@@ -41,6 +41,7 @@ ASYNC: dict[str, Any] = {"need": "at_least", "max_staleness": 2, "max_inflight":
 PLANS: dict[str, dict[str, Any]] = {
     "sync": {"suites": SUITES},
     "async": ASYNC | {"suites": SUITES},
+    "live": {"suites": SUITES, "live": True, "publish_at_end_only": True},
     "interval": ASYNC | {"sync_interval": 2, "updates_per_batch": 2},
     "cohorts": ASYNC | {"mixing": False, "suites": SUITES},
     "wait": ASYNC | {"waits_for_old": True},

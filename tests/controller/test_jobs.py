@@ -237,13 +237,13 @@ def test_a_version_that_an_evaluation_needs_is_not_collected(settings: Settings)
     store = WeightStore(settings.weights("j"), "policy")
     for version in range(5):
         store.publish(1, version, [("model.safetensors", [b"x"])])
-    pins = Pins(settings, "j", "me")
+    pins = Pins(settings, "j", "me", live=False)
     run = EvalRun(suite="s", tag="step-1", step=1, versions={"policy": 1}, size=1)
     assert pins.hold(Root(evals=(run,), published={"policy": 4})) == []
     assert store.collect(1, keep=2) == [0, 2] and store.has(1, 1)
     pins.release(Root())
     assert store.collect(1, keep=2) == [1]
-    late = Pins(settings, "j", "another")
+    late = Pins(settings, "j", "another", live=False)
     assert late.hold(Root(cohorts={3: {"policy": 1}, 4: {"policy": 5}}, published={"policy": 4})) == [Gone("policy", 1)]
     assert late.hold(Root(cohorts={3: {"policy": 1}}, published={"policy": 4})) == [], "said once"
 

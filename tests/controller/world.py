@@ -98,6 +98,7 @@ class World:
 
     def completed(self, group: Group, rewards: tuple[float, ...] | None = None) -> Completed:
         need = group.needs["policy"]
+        assert not self.plan.live or need.version == self.version, "this version is not to be had any more"
         lag = self.rng.randint(need.version, max(need.version, self.published)) if need.how == "at_least" else need.version
         n = 1 if group.kind == "eval" else 2
         root = group.gid.partition("#")[0]
@@ -152,6 +153,8 @@ class World:
             choices += ["complete"] * 4
         if self.log:
             choices.append("train")
+            if self.plan.live:  # it samples when its log has nothing more for it
+                choices = ["train"]
         if not choices:
             self.send()
             return

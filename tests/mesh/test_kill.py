@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shared.weights.store import WeightStore
 from tests.conftest import recipe
 from tests.mesh.conftest import Mesh
 
@@ -82,6 +83,21 @@ def test_killed_one_after_the_other(mesh: Mesh, model_folder: Path, undisturbed:
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive, "a killed process's children do not outlive it"
     assert check_whole(mesh, job) == undisturbed
+
+
+@pytest.mark.parametrize(
+    "victims", [[], ["trainer-child", "reward-child", "redis-server", "trainer-agent"]], ids=["none", "all"]
+)
+def test_a_trainer_that_samples_makes_the_same(mesh: Mesh, model_folder: Path, undisturbed: str, victims: list[str]) -> None:
+    """Layout trainside: no rollout worker, nothing published before the end, and to the bit the same parameters."""
+    job = mesh.submit(document(model_folder, placement__layout="trainside"))
+    for number, what in enumerate(victims):
+        mesh.until(job, lambda view: view["step"] >= 2 * number + 1)  # noqa: B023
+        os.kill(victim(mesh, what), signal.SIGKILL)
+    assert check_whole(mesh, job) == undisturbed
+    store = WeightStore(mesh.state / "jobs" / job / "weights", "policy")
+    assert store.versions(1) == [0, 2 * STEPS]
+    assert not [w for w in mesh.get("/v1/workers") if w["service"] == "rollout" and w["job"] == job]
 
 
 def test_the_fingerprint_tells_runs_apart(mesh: Mesh, model_folder: Path, undisturbed: str) -> None:

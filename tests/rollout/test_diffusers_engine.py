@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.base import fill
-from services.rollout.engines.diffusers_engine import DiffusersEngine
 from shared.config.builtin import Diffusers
+from shared.engines.base import fill
+from shared.engines.diffusers_engine import DiffusersEngine
 from shared.models.diffusion.family import Conditions
 from shared.models.diffusion.sd3 import SD3
 from shared.sde import loop

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from services.rollout import handler
-from services.rollout.engines.base import fill
-from services.rollout.engines.batching import Item
-from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.handler import RolloutHandler, VersionMissing
 from services.rollout.prefetch import Prefetch
 from services.trainer.publisher import shards
 from shared.config.builtin import Engine as EngineParams
+from shared.engines.base import fill
+from shared.engines.batching import Item
+from shared.engines.transformers_engine import TransformersEngine
 from shared.models.ar.bundle import load
 from shared.types import ARSamplingParams, Sample
 from shared.weights.store import WeightsDamaged, WeightStore
@@ -294,7 +294,7 @@ def test_weights_that_do_not_arrive_raise_an_alarm(setup: Setup, monkeypatch: py
     setup.one("a:0:0", Need("exactly", 0))
     until(lambda: setup.handler.probed is not None)
     if broken:
-        monkeypatch.setattr("services.rollout.engines.transformers_engine.assign", lambda model, loaded: None)
+        monkeypatch.setattr("shared.engines.transformers_engine.assign", lambda model, loaded: None)
     setup.publish(1)  # the same bytes: a step with learning rate 0
     setup.one("a:0:1", Need("exactly", 1))
     until(lambda: setup.handler.probed is not None and setup.handler.probed[0] == (1, 1))
@@ -324,7 +324,7 @@ def test_a_load_that_fails_in_the_middle_leaves_no_mixture(setup: Setup, monkeyp
         raise ValueError("broke off")
 
     with monkeypatch.context() as patch:
-        patch.setattr("services.rollout.engines.transformers_engine.assign", half)
+        patch.setattr("shared.engines.transformers_engine.assign", half)
         [future] = setup.handler.submit([setup.work("a:0:0", Need("exactly", 1))])
         with pytest.raises(ValueError, match="broke off"):
             future.result(30)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.base import Outcome
-from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.config.builtin import Engine as EngineParams
+from shared.engines.base import Outcome
+from shared.engines.transformers_engine import TransformersEngine
 from shared.models.ar.bundle import load
 from shared.models.ar.generate import PAUSED, Completion, generate
 from shared.types import ARSamplingParams, Sample

@@ -12,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.rollout.engines.base import fill
-from services.rollout.engines.diffusers_engine import DiffusersEngine
 from services.trainer.algorithms.diffusion_nft import DiffusionNft
 from services.trainer.algorithms.diffusion_opd import DiffusionOpd
 from services.trainer.algorithms.flow_dppo import FlowDppo
@@ -27,6 +25,8 @@ from services.trainer.world import World
 from shared.config import algorithms
 from shared.config.builtin import Diffusers
 from shared.config.sections import Lora, Optimizer, Placement, Train
+from shared.engines.base import fill
+from shared.engines.diffusers_engine import DiffusersEngine
 from shared.models import lora
 from shared.models.diffusion.bundle import DiffusionBundle
 from shared.models.diffusion.family import Conditions, Family

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.handler import filled
 from services.trainer import preread
 from services.trainer.preread import Preread
+from shared.engines.heads import filled
 from shared.types import ARSamplingParams, Sample, Text, TextSegment
 from shared.wire.bodies import BodyStore, DirectoryBodies
 from shared.wire.codec import pack

@@ -25,6 +25,8 @@ def takeable(plan: Plan, root: Root) -> dict[str, int]:
     """The versions that a request issued now demands. One that needs exactly the next version may be under way before it is
     complete: its worker waits for it. Where an older version will do, nobody should wait.
     """
+    if plan.live:
+        return root.current
     return promised(root) if plan.need == "exactly" else root.published
 
 

@@ -12,9 +12,31 @@ from shared.config.problems import bad
 from shared.config.sections import Component, Recipe, Reward, RolloutRecipe, Schedule, Suite, scorer_name
 
 
-def check_placement(recipe: Recipe) -> None:
-    if recipe.placement.layout != "separate":
-        raise bad("placement.layout", recipe.placement.layout, "is not there yet", "separate")
+def check_placement(recipe: RolloutRecipe | Recipe) -> None:
+    """BadInput for a layout that is not there, or does not go with what else is said."""
+    layout = recipe.placement.layout
+    if layout == "separate":
+        return
+    if layout != "trainside":
+        raise bad("placement.layout", layout, "is not there yet", "separate, trainside")
+    if not isinstance(recipe, RolloutRecipe):
+        raise bad("placement.layout", layout, f"in domain {recipe.domain} nothing is rolled out", "separate")
+    engine, schedule = recipe.rollout.engine.name, recipe.schedule
+    if not specs.find("engine", engine, "rollout.engine.name").flags.get("live"):
+        raise bad(
+            "rollout.engine.name", engine, "cannot compute with the weights that a trainer holds", "transformers, diffusers"
+        )
+    if recipe.placement.rollout is not None:
+        why = "the trainer's ranks are the rollout workers (placement.layout trainside)"
+        raise bad("placement.rollout", recipe.placement.rollout, why, "none; see placement.trainer_ranks")
+    for field, value, only in (
+        ("max_staleness", schedule.max_staleness, 0),
+        ("weight_sync_interval", schedule.weight_sync_interval, 1),
+        ("interrupt", schedule.interrupt, "drain"),
+    ):
+        if value != only:
+            why = "with placement.layout trainside rollouts and training take turns, with one version of the weights"
+            raise bad(f"schedule.{field}", value, why, str(only))
 
 
 def check_schedule(schedule: Schedule, batch_size: int, group_size: int) -> int:
@@ -106,6 +128,8 @@ def rolled_out(
         tracks=tracks,
         **scoring(reward),
         updates_per_batch=recipe.train.num_updates_per_batch,
+        live=recipe.placement.layout == "trainside",
+        publish_at_end_only=recipe.placement.layout == "trainside",
         max_staleness=schedule.max_staleness,
         max_inflight=check_schedule(schedule, recipe.data.batch_size, branches[0].n),
         mixing=schedule.version_mixing == "allow",

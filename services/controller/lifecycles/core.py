@@ -209,6 +209,7 @@ class Transition:
         if event.reason:
             self.commands.append(Note("warning", f"step {batch} made no update: {event.reason}"))
         evaluation.after_batch(self)
+        evaluation.asked(self)
 
     def saved(self, seq: int) -> None:
         record = next((r for r in self.root.records if r.seq == seq and r.kind == "checkpoint"), None)
@@ -281,7 +282,7 @@ class Transition:
         if self.root.phase == "running":
             choosing.drop_old(self)
             self.launch()
-            if self.plan.route or not self.root.evals:  # what the trainer measures, it measures between two batches
+            if (self.plan.route and not self.plan.live) or not self.root.evals:  # the trainer's own come first
                 self.form_batch()
             if self.root.batches >= self.plan.steps:
                 self.finish()

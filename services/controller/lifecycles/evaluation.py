@@ -39,14 +39,25 @@ def after_batch(step: Transition) -> None:
             begin(step, name, f"step-{step.root.batches}")
 
 
+def asked(step: Transition) -> None:
+    """What has waited for the batch to be trained."""
+    names, phase = step.root.asked, step.root.phase
+    step.set(asked=())
+    for name in names if phase == "running" else ():
+        on_demand(step, name)
+
+
 def on_demand(step: Transition, suite: str) -> None:
-    """One suite, or all of them, at the newest published version; once for each step."""
+    """One suite, or all of them, at the newest version that can be had; once for each step."""
     names = [name for name in step.plan.suites if suite in ("", name)]
     if not names or step.root.phase != "running":
         step.commands.append(Note("warning", "an evaluation was asked for: there is no suite, or the job does not run (yet)"))
         return
+    if step.plan.live and any(r.kind == "train" for r in step.root.records):
+        step.set(asked=tuple(dict.fromkeys((*step.root.asked, *names))))  # its version is about to go
+        return
     for name in names:
-        begin(step, name, f"asked-{step.root.batches}", step.root.published)
+        begin(step, name, f"asked-{step.root.batches}", step.root.current if step.plan.live else step.root.published)
 
 
 def begin_again(step: Transition, versions: Mapping[str, int], runs: Sequence[EvalRun]) -> None:

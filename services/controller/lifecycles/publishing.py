@@ -68,14 +68,22 @@ def retrained(step: Transition, event: Trained) -> None:
     step.set(current=dict(event.versions), records=void, unsynced=unsynced)
     promise(step, event.versions)
     for group in [g for g in step.groups.values() if g.kind == "train" and g.slices is None]:
-        if any(need.version > event.versions[name] for name, need in group.needs.items()):
+        if any(_void(step, event, name, need.version) for name, need in group.needs.items()):
             step.drop(group, "unpublished")
-    void_runs = [r for r in step.root.evals if any(v > event.versions.get(t, 0) for t, v in r.versions.items())]
+    void_runs = [r for r in step.root.evals if any(_void(step, event, t, v) for t, v in r.versions.items())]
     evaluation.begin_again(step, event.versions, void_runs)
+
+
+def _void(step: Transition, event: Trained, track: str, version: int) -> bool:
+    """Whether a version will not come (or has been, where there is none but the trainer's own)."""
+    made = event.versions.get(track, 0)
+    return version != made if step.plan.live else version > made
 
 
 def gone(step: Transition, event: Gone) -> None:
     """What is pinned to the version is issued again for one that there is."""
+    if step.plan.live:
+        return  # nothing is read from the store
     step.commands.append(Note("warning", f"version {event.version} of {event.track} is gone: what needs it is issued again"))
     for cohort in [k for k, versions in step.root.cohorts.items() if versions.get(event.track) == event.version]:
         choosing.disband(step, cohort, "unpublished")

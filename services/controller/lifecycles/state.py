@@ -71,6 +71,8 @@ class Plan(Scoring, frozen=True, kw_only=True):
     oversample: float = 1.0
     group_deadline: float | None = None
     publish_at_end_only: bool = False
+    live: bool = False
+    """The trainer's ranks sample with the weights as they are (layout trainside): there is one version, its own."""
     log_budget: int = 1 << 30
     """Bytes of bodies that the train log may retain."""
     advantages: bool = True
@@ -234,6 +236,8 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     evals: tuple[EvalRun, ...] = ()
     evaluated: tuple[str, ...] = ()
     """Keys of the runs that are done."""
+    asked: tuple[str, ...] = ()
+    """Suites to evaluate once the batch in training is done."""
     dying: int = 0
     """Groups that died since one was completed or trained."""
     started_at: float = 0.0

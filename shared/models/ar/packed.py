@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,3 +86,16 @@ def enable(model: Any) -> None:
     if other := set(getattr(model.config, "layer_types", None) or ()) - LAYERS:
         raise ValueError(f"train.replay packed: {type(model).__name__} has layers of {', '.join(sorted(other))}; use padded")
     model.set_attn_implementation(NAME)
+
+
+@contextmanager
+def padded(model: Any, attention: str) -> Iterator[None]:
+    """Inside, a model that takes packed rows takes padded ones, with an attention of transformers'."""
+    if model.config._attn_implementation != NAME:
+        yield
+        return
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)

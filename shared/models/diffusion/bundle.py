@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ OPTIONAL = {f"{kind}{n}" for kind in ("text_encoder", "tokenizer") for n in ("",
 """Parts that a pipeline can do without."""
 
 
-def load_pipeline(folder: Path) -> Any:
-    """The whole pipeline of a folder, in float32, for the rollouts. Nothing is fetched, and no code of the folder's runs."""
+def load_pipeline(folder: Path, parts: Mapping[str, Any] | None = None) -> Any:
+    """The whole pipeline of a folder, in float32, for the rollouts. Nothing is fetched, and no code of the folder's runs.
+
+    `parts` are taken as they are in place of the folder's own.
+    """
     import diffusers
 
     index = json.loads((folder / "model_index.json").read_text())
@@ -35,24 +39,25 @@ def load_pipeline(folder: Path) -> Any:
         )
     there = {name for name, about in index.items() if about and about != [None, None]}
     absent = (set(inspect.signature(kind.__init__).parameters) & OPTIONAL) - there - set(kind._optional_components)
-    given: dict[str, Any] = dict.fromkeys(absent)
+    given: dict[str, Any] = dict.fromkeys(absent) | dict(parts or {})
     if index.get("processor") == ["transformers", "Qwen2VLProcessor"]:
         from shared.models.diffusion.qwen_processor import load_processor
 
         given["processor"] = load_processor(folder / "processor")
     pipe = kind.from_pretrained(str(folder), local_files_only=True, **given)
     pipe.set_progress_bar_config(disable=True)
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name not in (parts or {}):
             part.eval().requires_grad_(False)
     return pipe
 
 
-def encoders(folder: Path) -> Any:
-    """The pipeline of a folder for its encoders and its VAE, on this process's device; the trained part in it goes unused."""
-    pipe = load_pipeline(folder)
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module) and "Transformer" not in type(part).__name__:
+def encoders(folder: Path, bundle: DiffusionBundle) -> Any:
+    """The pipeline of a folder around the part that is trained: its encoders and its VAE are on this process's device."""
+    parts = bundle.family.parts(bundle.model)
+    pipe = load_pipeline(folder, parts)
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name not in parts:
             part.to(where())
     return pipe
 

@@ -90,6 +90,11 @@ class Family:
         [found] = parts.values()
         return found
 
+    def parts(self, model: Any) -> dict[str, Any]:
+        """The trained parts by their names: what `joined` has made one of."""
+        [name] = self.trained
+        return {name: model}
+
     def latent_shape(self, pipe: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Without the batch."""
         scale = pipe.vae_scale_factor

@@ -62,6 +62,9 @@ class Wan22(Wan21):
     def joined(self, parts: Mapping[str, Any]) -> Any:
         return Experts({"high": parts["transformer"], "low": parts["transformer_2"]})
 
+    def parts(self, model: Any) -> dict[str, Any]:
+        return {"transformer": model["high"], "transformer_2": model["low"]}
+
     def velocity(self, model: Any, x: Tensor, sigma: Tensor, cond: Conditions) -> Tensor:
         return super().velocity(functools.partial(model, "high" if self._high(sigma) else "low"), x, sigma, cond)
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.engines.base import Slice
-from services.rollout.engines.batching import BatchingEngine, Held, Item, rows
 from shared.config.builtin import Engine as EngineParams
+from shared.engines.base import Slice
+from shared.engines.batching import BatchingEngine, Held, Item, rows
 from shared.models.ar.bundle import Bundle, assign
 from shared.models.ar.generate import PAUSED, Completion, generate
 from shared.models.ar.philox import sample_seed
@@ -30,7 +30,7 @@ STATUS = {"stop": "ok", "length": "truncated", PAUSED: PARTIAL}
 
 
 class TransformersEngine(BatchingEngine):
-    def __init__(self, bundle: Bundle, params: EngineParams, keep: bool = False) -> None:
+    def __init__(self, bundle: Bundle, params: EngineParams, keep: bool = False, threaded: bool = True) -> None:
         """`keep`: a new version is adopted between two tokens of what is being generated, which goes on with it."""
         self.bundle, self.params, self.keep = bundle, params, keep
         self.version = -1
@@ -38,7 +38,7 @@ class TransformersEngine(BatchingEngine):
         """A version that the engine's thread is to adopt."""
         self.error: Exception | None = None
         """What went wrong with it: the weights are a mixture until another version is adopted."""
-        super().__init__(params.max_batch_rows, params.batch_wait_ms)
+        super().__init__(params.max_batch_rows, params.batch_wait_ms, threaded)
 
     def load(self, files: Sequence[tuple[str, Buffer]]) -> State:
         found = [decode(data) for name, data in files if name.endswith(".safetensors")]

@@ -1,16 +1,17 @@
-"""Engines by name. Each is imported only in a child that runs it."""
+"""Engines by name, each imported only in a child that runs it: one of rollouts, or (LIVE) a trainer that samples by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from services.rollout.engines.base import Engine
+from shared.engines.base import Engine
+from shared.engines.batching import BatchingEngine
 
 
 def transformers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> Engine:
-    from services.rollout.engines.transformers_engine import TransformersEngine
     from shared.config.sections import Model
+    from shared.engines.transformers_engine import TransformersEngine
     from shared.models import lora
     from shared.models.ar.bundle import load, placed
 
@@ -22,8 +23,8 @@ def transformers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) 
 
 
 def diffusers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> Engine:
-    from services.rollout.engines.diffusers_engine import DiffusersEngine
     from shared.config.sections import MediaModel
+    from shared.engines.diffusers_engine import DiffusersEngine
     from shared.models import lora
     from shared.models.ar.bundle import placed
     from shared.models.diffusion import family
@@ -43,3 +44,20 @@ def diffusers(recipe: dict[str, Any], files: Any, weights: Any, params: Any) -> 
 
 
 ENGINES: dict[str, Callable[[dict[str, Any], Any, Any, Any], Engine]] = {"transformers": transformers, "diffusers": diffusers}
+
+
+def live_transformers(files: Any, params: Any, bundle: Any) -> BatchingEngine:
+    from shared.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(bundle, params, threaded=False)
+
+
+def live_diffusers(files: Any, params: Any, bundle: Any) -> BatchingEngine:
+    from shared.engines.diffusers_engine import DiffusersEngine
+    from shared.models.diffusion.bundle import encoders
+
+    return DiffusersEngine(bundle.family, encoders(files, bundle), params, bundle.model)
+
+
+LIVE: dict[str, Callable[[Any, Any, Any], BatchingEngine]] = {"transformers": live_transformers, "diffusers": live_diffusers}
+"""Of the bundle that is being trained: they compute in the caller's thread, with the weights as they are."""

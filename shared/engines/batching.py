@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from services.rollout.engines.base import Done, Outcome, Slice
+from shared.engines.base import Done, Outcome, Slice
 
 HAND_OVER_S = 0.02
 """Slices that end within so long are handed over together: handing over takes CPU time from the rows that go on."""
@@ -30,7 +30,11 @@ class BatchingEngine:
     Waits for: submits. Unblocked by: submit(), close().
     """
 
-    def __init__(self, max_rows: int, wait_ms: float) -> None:
+    version: int
+    """Of the weights that it computes with."""
+
+    def __init__(self, max_rows: int, wait_ms: float, threaded: bool = True) -> None:
+        """Not `threaded`: it works when it is asked to, by `now`, and nothing is submitted."""
         self.max_rows, self.wait_ms = max_rows, wait_ms
         self.queue: SimpleQueue[list[Item] | None] = SimpleQueue()
         self.waiting: list[Item] = []
@@ -39,8 +43,9 @@ class BatchingEngine:
         self.running = self.pinned = 0
         """Slices in hand, and those of them that are pinned."""
         self.suspending = False
-        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.thread.start()
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
+        if self.thread is not None:
+            self.thread.start()
 
     def choose(self) -> list[Item]:
         """The next batch, taken out of `waiting`, which is not empty."""
@@ -55,6 +60,16 @@ class BatchingEngine:
             self.running += len(slices)
             self.pinned += pinned * len(slices)
         self.queue.put([Item(samples, alone, place, done, pinned) for place, samples in enumerate(slices)])
+
+    def now(self, slices: Sequence[Slice], alone: bool = False) -> list[Outcome]:
+        """Fills the slices in the caller's thread; in their order."""
+        assert self.thread is None
+        found: dict[int, Outcome] = {}
+        self.running = self.pinned = len(slices)
+        self.waiting = [Item(samples, alone, place, found.update) for place, samples in enumerate(slices)]
+        while self.waiting:
+            self._compute(self.choose())
+        return [found[place] for place in range(len(slices))]
 
     def capacity(self) -> int:
         return self.max_rows
@@ -71,26 +86,30 @@ class BatchingEngine:
         """What engines cannot interrupt, they finish."""
 
     def close(self) -> None:
-        self.queue.put(None)
-        self.thread.join(5)
+        if self.thread is not None:
+            self.queue.put(None)
+            self.thread.join(5)
 
     def _run(self) -> None:
         """Waits for a submit, then `wait_ms` for more like it."""
         while (batch := self._gather()) is not None:
-            self.progress = time.monotonic()
-            held = Held(batch)
-            try:
-                if self.suspending:
-                    held.rest(lambda place: batch[place].samples)
-                else:
-                    self.generate(batch, held)
-                held.hand_over()
-            except Exception as error:  # the thread's outer loop: whatever a model raises belongs to these slices
-                held.failed(error)
-            with self.quiet:
-                self.running -= len(batch)
-                self.pinned -= sum(item.pinned for item in batch)
-                self.quiet.notify_all()
+            self._compute(batch)
+
+    def _compute(self, batch: list[Item]) -> None:
+        self.progress = time.monotonic()
+        held = Held(batch)
+        try:
+            if self.suspending:
+                held.rest(lambda place: batch[place].samples)
+            else:
+                self.generate(batch, held)
+            held.hand_over()
+        except Exception as error:  # whatever a model raises belongs to these slices
+            held.failed(error)
+        with self.quiet:
+            self.running -= len(batch)
+            self.pinned -= sum(item.pinned for item in batch)
+            self.quiet.notify_all()
 
     def _gather(self) -> list[Item] | None:
         if not self.waiting:

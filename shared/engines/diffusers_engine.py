@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.engines.batching import BatchingEngine, Held, Item, rows
 from shared.config.builtin import Diffusers as Params
+from shared.engines.batching import BatchingEngine, Held, Item, rows
 from shared.media import encoded_video
 from shared.models.ar.bundle import assign
 from shared.models.diffusion.family import NEGATIVE, Conditions, Family, opened
@@ -36,16 +36,20 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 class DiffusersEngine(BatchingEngine):
     """Sigmas and noise are the request's: whoever computes a sample makes the same picture."""
 
-    def __init__(self, family: Family, pipe: Any, params: Params) -> None:
-        """`pipe`: the whole pipeline, its parts where they are to compute."""
+    def __init__(self, family: Family, pipe: Any, params: Params, live: Any = None) -> None:
+        """
+        Args:
+            pipe: the whole pipeline, its parts where they are to compute.
+            live: the pipeline's trained part where it is being trained: then the engine works only when it is asked to.
+        """
         self.family, self.pipe, self.params = family, pipe, params
-        self.model = family.model(pipe)
+        self.model = family.model(pipe) if live is None else live
         self.version = -1
         self.encoded: OrderedDict[Asked, Conditions] = OrderedDict()
         """One row each, on the CPU: the encoders are not trained."""
         self.kept = 0
         """Bytes of them."""
-        super().__init__(params.forward_batch_size, params.batch_wait_ms)
+        super().__init__(params.forward_batch_size, params.batch_wait_ms, threaded=live is None)
 
     def load(self, files: Sequence[tuple[str, Buffer]]) -> dict[str, Tensor]:
         found = [decode(data) for name, data in files if name.endswith(".safetensors")]

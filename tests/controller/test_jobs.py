@@ -88,6 +88,13 @@ def test_a_good_recipe_passes(settings: Settings, model_folder: Path) -> None:
         ({"schedule": {"max_inflight": 1}}, ["schedule.max_inflight", "no batch could form"]),
         ({"schedule": {"max_staleness": 2}}, ["schedule.max_staleness", "async_ar"]),
         ({"data__source": {"name": "reasoning_gym", "params": {"dataset": "no_such"}}}, ["no_such", "refused"]),
+        ({"placement__layout": "colocate"}, ["placement.layout", "colocate", "separate, trainside"]),
+        ({"placement": {"layout": "trainside", "rollout": 2}}, ["placement.rollout", "2", "trainer's ranks"]),
+        (
+            {"domain": "async_ar", "placement__layout": "trainside", "schedule__max_staleness": 2},
+            ["schedule.max_staleness", "take turns", "legal: 0"],
+        ),
+        ({"schedule__eval_share": 0.0}, ["schedule.eval_share", "greater than 0"]),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.config.compose import compose, listed
+from shared.weights.store import WeightStore
 from tests.mesh.conftest import Mesh
 from tests.models.tiny_folders import make_folder
 from tests.models.tiny_pipelines import TINY, drawn
@@ -18,6 +19,10 @@ RECIPES = [name for name in listed() if name.startswith("diffusion/") and not na
 ELSEWHERE = {name for name in RECIPES if name.startswith("diffusion/sd3_")}
 ELSEWHERE |= {f"diffusion/{family}_flow_grpo" for family in ("wan21", "wan22", "z_image")}
 """test_diffusion.py trains these families by these algorithms, with their kernels and windows."""
+TRAINSIDE = [
+    f"diffusion/{name}" for name in ("sd3_flow_grpo", "qwen_image_nft", "qwen_image_edit_flow_grpo", "wan22_i2v_flow_grpo")
+]
+"""Short and long conditions, a moving average, references, videos by two experts."""
 PROMPTS = ("a red disc", "a blue square", "a green triangle", "a yellow disc")
 
 
@@ -40,6 +45,21 @@ def folder_of(family: str, folders: dict[str, Path], root: Path) -> Path:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ELSEWHERE])
 def test_a_recipe_runs(mesh: Mesh, folders: dict[str, Path], model_folder: Path, name: str) -> None:
+    check(mesh, run(mesh, folders, model_folder, name))
+
+
+@pytest.mark.parametrize("name", TRAINSIDE)
+def test_a_recipe_runs_in_its_trainer(mesh: Mesh, folders: dict[str, Path], model_folder: Path, name: str) -> None:
+    """Layout trainside: no rollout worker, and nothing published before the end."""
+    job = run(mesh, folders, model_folder, name, "placement.layout=trainside")
+    check(mesh, job)
+    store = WeightStore(mesh.state / "jobs" / job / "weights", "policy")
+    assert len(store.versions(1)) == 2
+    assert [entry["failed"] for entry in mesh.get(f"/v1/jobs/{job}")["evals"]] == [0]
+
+
+def run(mesh: Mesh, folders: dict[str, Path], model_folder: Path, name: str, *more: str) -> str:
+    """Two steps of a recipe; returns the job."""
     root = model_folder.parent
     paths = [f"{place}.source.params.path={root / 'shapes.jsonl'}" for place in ("data", "eval.fixed")]
     composed = compose(name, ["model.path=x", *paths])
@@ -66,10 +86,14 @@ def test_a_recipe_runs(mesh: Mesh, folders: dict[str, Path], model_folder: Path,
         "train.micro_batch_size=2",
         "+rollout.engine.params.video=raw",  # of random models pictures differ by less than an encoded video keeps
         "+reward.scorers.light.name=brightness",
+        *more,
     ]
     answer = mesh.http.post("/v1/jobs", json={"recipe": name, "overrides": overrides})
     assert answer.status_code == 201, answer.text
-    job = answer.json()["id"]
+    return str(answer.json()["id"])
+
+
+def check(mesh: Mesh, job: str) -> None:
     view = mesh.done(job)
     assert view["ledger"]["trained"] == 4 and view["step"] == 2, view
     for step in mesh.get(f"/v1/jobs/{job}/steps"):

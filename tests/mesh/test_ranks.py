@@ -19,7 +19,7 @@ from tests.mesh.conftest import Mesh
 STEPS = 6
 
 
-def document(model: Path, ranks: int) -> dict[str, Any]:
+def document(model: Path, ranks: int, layout: str = "separate") -> dict[str, Any]:
     return recipe(
         model,
         steps=STEPS,
@@ -30,7 +30,7 @@ def document(model: Path, ranks: int) -> dict[str, Any]:
         reward={"scorers": {"size": {"name": "regex", "params": {"pattern": ".*[a-m].*"}}}},
         train__checkpoint_every=2,
         train__ema={"schedule": "constant", "decay": 0.5},
-        placement={"trainer_ranks": ranks},
+        placement={"trainer_ranks": ranks, "layout": layout},
     )
 
 
@@ -54,6 +54,14 @@ def straight(mesh: Mesh, model_folder: Path) -> Iterator[torch.Tensor]:
     view = mesh.done(job)
     assert view["ledger"]["trained"] == 4 * STEPS and view["publishes"]["count"] == STEPS + 1
     yield parameters(mesh, job)
+
+
+def test_two_ranks_that_sample_make_the_same(mesh: Mesh, model_folder: Path, straight: torch.Tensor) -> None:
+    """Layout trainside: each rank its slices, with the moving average that would be published."""
+    job = mesh.submit(document(model_folder, 2, "trainside"))
+    view = mesh.done(job)
+    assert view["ledger"]["trained"] == 4 * STEPS and view["publishes"]["count"] == 2
+    assert torch.allclose(parameters(mesh, job), straight, rtol=1e-4, atol=1e-6)
 
 
 def test_two_ranks_train_what_one_trains(mesh: Mesh, model_folder: Path, straight: torch.Tensor) -> None:

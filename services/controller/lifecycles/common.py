@@ -12,14 +12,14 @@ from shared.config.problems import bad
 from shared.config.sections import Component, Recipe, Reward, RolloutRecipe, Schedule, Suite, scorer_name
 
 
-def check_placement(recipe: RolloutRecipe | Recipe) -> None:
+def check_placement(recipe: Any) -> None:
     """BadInput for a layout that is not there, or does not go with what else is said."""
     layout = recipe.placement.layout
     if layout == "separate":
         return
     if layout != "trainside":
         raise bad("placement.layout", layout, "is not there yet", "separate, trainside")
-    if not isinstance(recipe, RolloutRecipe):
+    if not hasattr(recipe, "rollout"):
         raise bad("placement.layout", layout, f"in domain {recipe.domain} nothing is rolled out", "separate")
     engine, schedule = recipe.rollout.engine.name, recipe.schedule
     if not specs.find("engine", engine, "rollout.engine.name").flags.get("live"):

@@ -91,7 +91,7 @@ def enable(model: Any) -> None:
 @contextmanager
 def padded(model: Any, attention: str) -> Iterator[None]:
     """Inside, a model that takes packed rows takes padded ones, with an attention of transformers'."""
-    if model.config._attn_implementation != NAME:
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != NAME:
         yield
         return
     model.set_attn_implementation(attention)

@@ -32,8 +32,8 @@ from shared.wire.errors import BodyLost
 
 log = logging.getLogger(__name__)
 
-SOON_MS, LATER_MS, SOON_S = 5, 100, 2.0
-"""How long a trainer that samples waits for a record before it looks for messages: when it is busy, and otherwise."""
+SOON_S, LATER_S, BUSY_S = 0.002, 0.05, 2.0
+"""How long a trainer that samples waits for messages before it looks for a record: for so long after it was busy, and later."""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +123,9 @@ class Trainer:
         assert self.link is not None
         self.publisher.check()
         self.saver.check()
-        entry = self.link.next(self._patience())
+        if self.messages is not None:
+            self.messages.check()
+        entry = self.link.next(POLL_MS if self.messages is None else None)
         if entry is None:
             return self._asked()
         if isinstance(entry, RolledBack):
@@ -138,19 +140,11 @@ class Trainer:
         bodies = tuple(o and bytes(o.body) for o in self.opened) if self.world.size > 1 else ()
         return Word(kind="record", entry=entry, publish=self.link.publish_follows(), bodies=bodies)
 
-    def _patience(self) -> int | None:
-        """How long to wait for the next record, in ms; None: not at all. Messages that come meanwhile do not wake anybody."""
-        if self.messages is None:
-            return POLL_MS
-        self.messages.check()
-        if self.messages.waiting:
-            return None
-        return SOON_MS if time.monotonic() - self.busy < SOON_S else LATER_MS
-
     def _asked(self) -> Word:
         """What is to be sampled now that the log has nothing more."""
         if self.messages is not None:
-            self.taken = self.messages.ready(self.stack.progress.version)
+            patience = SOON_S if time.monotonic() - self.busy < BUSY_S else LATER_S
+            self.taken = self.messages.ready(self.stack.progress.version, patience)
             if self.taken:
                 self.busy = time.monotonic()
                 requests = tuple(body for _, _, body in self.taken)

@@ -79,7 +79,7 @@ class Messages:
         """`serve`: makes the consumer that brings them."""
         self.sampler, self.bodies, self.incarnation = sampler, bodies, incarnation
         self.consumer = serve(self)
-        self.lock = threading.Lock()
+        self.lock, self.arrived = threading.Lock(), threading.Event()
         self.waiting: list[tuple[Work, Future[Result]]] = []
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
@@ -109,11 +109,14 @@ class Messages:
         pairs: list[tuple[Work, Future[Result]]] = [(work, Future()) for work in works]
         with self.lock:
             self.waiting += pairs
+            self.arrived.set()
         return [future for _, future in pairs]
 
-    def ready(self, version: int) -> list[tuple[Work, Future[Result], bytes]]:
+    def ready(self, version: int, patience_s: float) -> list[tuple[Work, Future[Result], bytes]]:
         """Those that this version of the weights can fill, with their bodies. Those for a later one wait for the log."""
+        self.arrived.wait(patience_s)
         with self.lock:
+            self.arrived.clear()
             pairs, self.waiting = self.waiting, []
         found, later = [], []
         for work, future in pairs:
